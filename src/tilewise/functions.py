@@ -5,6 +5,7 @@ tensors. What stands behind a name is kept as long as somebody uses it.
 """
 
 import copy
+import dis
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ class FunctionCode:
         name: what an operator is told, and a message shows; no two codes of a process share it.
         triton, torch, derivative: as in :class:`ScoreFunction`.
         tensors: how many it reads.
+        reads_batch, reads_head: whether the Triton function does anything with that argument.
     """
 
     name: str
@@ -41,6 +43,8 @@ class FunctionCode:
     torch: Callable[..., _torch.Tensor] | None
     derivative: Any
     tensors: int
+    reads_batch: bool = True
+    reads_head: bool = True
 
 
 Tensors = tuple[_torch.Tensor, ...]
@@ -109,7 +113,8 @@ class MaskFunction(JoinsTensors):
 
     ``triton(batch, head, q_idx, k_idx, *tensors)`` returns True where the pair takes part, bool; its arguments, the
     twin ``torch`` and ``tensors`` are those of :class:`ScoreFunction`. Tiles are skipped by the masks that it is joined
-    to: ``causal() & MaskFunction(...)``.
+    to, as in ``causal() & MaskFunction(...)``; the gluon backend finds out by itself which ones the function hides, for
+    each batch entry and each head unless the Triton function does not name that argument.
 
     >>> even = MaskFunction(torch=lambda batch, head, q_idx, k_idx: (q_idx - k_idx) % 2 == 0)
     >>> print(even.show(3, 3))
@@ -238,10 +243,22 @@ def _complete(function: ScoreFunction | MaskFunction, said: str, derivative: Cal
     code = _BY_FUNCTIONS.get(key)
     if code is None:
         named: Any = function.torch if function.triton is None else function.triton
-        code = FunctionCode(f"{getattr(named, '__name__', said)}#{next(_numbers)}", *parts, len(tensors))
+        reads = [_reads(function.triton, arguments.index(argument)) for argument in ("batch", "head")]
+        code = FunctionCode(f"{getattr(named, '__name__', said)}#{next(_numbers)}", *parts, len(tensors), *reads)
         _BY_FUNCTIONS[key] = _BY_NAME[code.name] = code
     object.__setattr__(function, "tensors", tensors)
     object.__setattr__(function, "code", code)
+
+
+def _reads(function: Any, place: int) -> bool:
+    """Whether a Triton function's code names its argument number ``place``; of one that it does not name, surely."""
+    if function is None:
+        return True
+    code = function.fn.__code__
+    if place >= code.co_argcount:
+        return True
+    named = [step.argval for step in dis.get_instructions(code)]  # two at once are a tuple
+    return any(code.co_varnames[place] in (own if isinstance(own, tuple) else (own,)) for own in named)
 
 
 def _with_tensors(function: _Own, tensors: Tensors) -> _Own:

@@ -80,6 +80,36 @@ def chosen_twin(batch, head, q_idx, k_idx, keys):
     return keys[k_idx] != 0
 
 
+@triton.jit
+def near(batch, head, q_idx, k_idx):
+    distance = tl.abs(q_idx - k_idx)
+    return (distance < 40) | (distance > 200)
+
+
+def near_twin(batch, head, q_idx, k_idx):
+    distance = (q_idx - k_idx).abs()
+    return (distance < 40) | (distance > 200)
+
+
+@triton.jit
+def behind(batch, head, q_idx, k_idx, firsts):
+    return q_idx >= tl.load(firsts + batch)  # of queries alone
+
+
+def behind_twin(batch, head, q_idx, k_idx, firsts):
+    return q_idx >= firsts[batch]
+
+
+@triton.jit
+def passing(b, h, q_idx, k_idx):
+    return near(b, h, q_idx, k_idx)  # under other names
+
+
+@triton.jit
+def of_all(*arguments):
+    return arguments[2] >= arguments[3]
+
+
 def table_of(device, dtype=torch.float32):
     return torch.randn(4, 2 * REACH + 1, generator=torch.Generator().manual_seed(7)).to(device, dtype)
 

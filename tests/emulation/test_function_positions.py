@@ -9,7 +9,10 @@ import triton.language as tl
 
 from tilewise import attention, attention_varlen, causal, window
 from tilewise.functions import MaskFunction, ScoreFunction
-from tilewise.kernels.triton import backward, dbias, dq, forward
+from tilewise.kernels.triton import backward, dbias, dq, forward, mask_plan
+from tilewise.masks import Span
+from tilewise.problem import AttentionProblem
+from tilewise.problem.options import NO_OPERANDS, NO_SETTINGS
 
 pytestmark = [pytest.mark.interpret,
               pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="notes positions in Python")]
@@ -78,6 +81,27 @@ def test_functions_are_asked_for_positions_of_the_call_where_tiles_are_listed():
     assert (min(ASKED["k"]), max(ASKED["k"])) == (0, 289)
 
 
+def plan_of(q_length, k_length, mask, keys_first):
+    """Build the plan of a call's mask, joined by a function that takes notes."""
+    q, k = (torch.zeros(2, 2, length, 16) for length in (q_length, k_length))
+    settings = NO_SETTINGS._replace(mask_function=mask.function.code)
+    problem = AttentionProblem.from_tensors(q, k, k, mask=mask.band, settings=settings)
+    queries = problem.seeing_queries if keys_first else Span(0, q_length)
+    planner = mask_plan.MaskPlanner(problem, queries, problem.seen_keys, rows=2, columns=1, keys_first=keys_first)
+    planner(NO_OPERANDS, lambda sizes, strides, dtype: torch.zeros(sizes, dtype=dtype))
+
+
+@pytest.mark.parametrize("keys_first", [False, True])
+@pytest.mark.parametrize(("mask", "firsts"), [(causal("bottom_right"), (0, 0)),
+                                              (window(9, 20, "bottom_right"), (0, 25))], ids=str)
+def test_a_plan_asks_functions_for_positions_of_the_call(mask, firsts, keys_first):
+    ASKED.update(q=[], k=[])
+    plan_of(167, 201, mask & MaskFunction(watching_mask), keys_first)
+    assert (min(ASKED["q"]), max(ASKED["q"])) == (firsts[0], 166)
+    assert min(ASKED["k"]) <= firsts[1]
+    assert max(ASKED["k"]) == 200
+
+
 @triton.jit
 def weighing(score, batch, head, q_idx, k_idx):
     WIDTHS.add(tuple([index.dtype.primitive_bitwidth for index in (batch, head, q_idx, k_idx)]))
@@ -110,6 +134,15 @@ def test_every_kernel_asks_functions_with_positions_as_wide_as_the_launch_says(f
         WIDTHS.clear()
         torch.autograd.grad(out.sum(), tensors[own], retain_graph=True)
         assert {(64, 64, *(64 if wide else 32,) * 2)} == WIDTHS, own
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_a_plan_asks_functions_with_positions_as_wide_as_the_launch_says(wide, monkeypatch):
+    monkeypatch.setattr(mask_plan, "needs_int64", lambda *_: wide)
+    for keys_first in (False, True):
+        WIDTHS.clear()
+        plan_of(67, 70, causal("bottom_right") & MaskFunction(weighing_mask), keys_first)
+        assert {(64, 64, *(64 if wide else 32,) * 2)} == WIDTHS
 
 
 @triton.jit

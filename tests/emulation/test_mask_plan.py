@@ -5,6 +5,7 @@ dense mask by plain torch (plan_on_cpu.py).
 """
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 import tilewise as tw
 from emulation.backward_calls import SCALE, compare, expected
 from emulation.hopper_calls import scalars_of
+from tilewise.functions import MaskFunction, pair_indices
 from tilewise.kernels.hopper.backward.config import (
     D128AugmentedKVariant,
     D128Variant,
@@ -22,12 +24,13 @@ from tilewise.kernels.hopper.backward.config import (
 from tilewise.kernels.hopper.forward.config import HopperForwardConfig
 from tilewise.masks import Mask, Span, TensorMask, causal, chunk, prefix, sink_tokens, window
 from tilewise.problem import AttentionProblem, dense_strides
-from tilewise.problem.options import Operands, OperandSpec, ScoreOptions
+from tilewise.problem.options import NO_SETTINGS, Operands, OperandSpec, ScoreOptions
 from tilewise.tuning import schedules_hopper
 
 built = pytest.importorskip("tilewise.kernels.triton.mask_plan", reason="Triton is not installed")
 forward_on_cpu, backward_on_cpu, plan_on_cpu = (
     pytest.importorskip(f"emulation.{name}") for name in ("forward_on_cpu", "backward_on_cpu", "plan_on_cpu"))
+functions = pytest.importorskip("conformance.functions")
 DOCUMENTS = torch.tensor([0] * 70 + [1] * 150 + [2] * 80)
 EACH = torch.stack([DOCUMENTS, DOCUMENTS.roll(37)])
 MIXED = DOCUMENTS[torch.randperm(300, generator=torch.Generator().manual_seed(0))]
@@ -52,6 +55,9 @@ def without_rows(visible, *spans):
     return visible
 
 
+FUNCTIONS = functions.mask_functions("cpu") | {
+    "near": MaskFunction(functions.near, functions.near_twin),
+    "behind": MaskFunction(functions.behind, functions.behind_twin, (torch.tensor([70, 0]),))}
 BUILT = {
     "documents": (causal() & tw.documents(DOCUMENTS), (300, 300)),
     "documents_alone": (tw.documents(DOCUMENTS[:192]), (192, 192)),
@@ -67,6 +73,12 @@ BUILT = {
     "boolean_of_documents": (tw.documents(EACH) & blocks_of(1, 2, 300, 300), (300, 300)),
     "rows_that_see_nothing": (TensorMask(Mask(), without_rows(blocks_of(1, 1, 320, 192), (0, 130), (200, 201))),
                               (320, 192)),
+    "function": (FUNCTIONS["near"], (300, 260)),
+    "function_of_keys": (causal("bottom_right") & FUNCTIONS["chosen"], (130, 200)),
+    "function_of_heads": (causal() & FUNCTIONS["dilated"], (130, 130)),
+    "function_of_entries": (FUNCTIONS["behind"], (150, 200)),
+    "function_of_documents": (causal() & tw.documents(EACH) & FUNCTIONS["near"], (300, 300)),
+    "function_of_keys_with_a_tensor": (blocks_of(1, 3, 130, 250) & FUNCTIONS["chosen"], (130, 250)),
     "few": (causal() & tw.documents(DOCUMENTS[65:75]), (10, 10)),
     "whole": (TensorMask(Mask(), torch.ones(1, 1, 256, 256, dtype=torch.bool)), (256, 256)),
 }
@@ -80,16 +92,27 @@ def interpreted():
 
 def call_with(mask, lengths, direction):
     """Return a call with such a mask, its operands, and the dense mask of each batch entry and head that differ."""
-    operands, (sq, sk) = Operands(), lengths
+    operands, settings, function, (sq, sk) = Operands(), NO_SETTINGS, None, lengths
+    if isinstance(mask, MaskFunction):
+        mask = TensorMask(Mask(), function=mask)
+    if isinstance(mask, TensorMask):
+        function, mask = mask.function, replace(mask, function=None)
     visible = mask.visible(sq, sk)
     visible = visible.reshape(*(1,) * (4 - visible.dim()), *visible.shape)
-    b, h = visible.shape[:2]
+    b, h = visible.shape[:2] if function is None else (2, 3)
     if isinstance(mask, TensorMask):
         pair = mask.documents or (None, None)
         operands, mask = Operands(mask=mask.tensor, documents_q=pair[0], documents_k=pair[1]), mask.band
+    if function is not None:
+        visible = visible & function.torch(*pair_indices((b, h, sq, sk), None), *function.tensors)
+        operands = operands._replace(mask_tensors=function.tensors)
+        settings = settings._replace(mask_function=function.code)
     q, k = (torch.zeros(b, h, side, 16, dtype=torch.float16) for side in lengths)
-    problem = AttentionProblem.from_tensors(q, k, k, operands, mask=mask)
-    return problem.backward(lse_grad=False) if direction == "backward" else problem, operands, visible
+    problem = AttentionProblem.from_tensors(q, k, k, operands, mask=mask, settings=settings)
+    batches, heads = problem.distinct_masks
+    assert torch.equal(visible.expand(b, h, sq, sk), visible[:batches, :heads].expand(b, h, sq, sk)), "some differ"
+    return (problem.backward(lse_grad=False) if direction == "backward" else problem, operands,
+            visible[:batches, :heads])
 
 
 def pairs_of(words):

@@ -34,6 +34,8 @@ BORDERS = OperandSpec((9,), (1,), torch.int64)
 PACKED = Sequences(8, BORDERS, BORDERS)
 DROPS = ScoreOptions(dropout_p=0.5)
 FUNCTION = FunctionSpec(FunctionCode("sees", None, None, None, 0), ())
+OF_ENTRIES, OF_HEADS = (FunctionSpec(FunctionCode("sees", lambda *_: True, None, None, 1, reads_head=reads_head),
+                                     (torch.int32,)) for reads_head in (False, True))
 FIRSTS = "takes dropout where the first query that sees a key and the first key that is seen are multiples of 16, got "
 
 
@@ -198,6 +200,8 @@ def test_each_refusal_says_what_was_got(problem, reason):
     problem_of(dims=(128, 64), scores=boolean_of(1, 1, 1, 512)),
     problem_of(heads=(4, 4), scores=boolean_of(1, 4, 512, 512)),
     problem_of(scores=documents_of(1, tiles_q=SINKS, tiles_k=SINKS)),
+    problem_of(scores=ScoreOptions(mask_function=OF_ENTRIES)),
+    problem_of(heads=(4, 4), mask=causal(), scores=documents_of(mask_function=OF_HEADS, softcap=30.0)),
 ], ids=str)
 def test_masks_that_are_no_band_are_taken(problem):
     assert gluon.backend.why_not(problem) is None
@@ -213,11 +217,9 @@ def test_backward_takes_dropout_with_masks_that_are_no_band(problem):
 
 @pytest.mark.parametrize(("problem", "reason"), [
     (problem_of(mask=causal(), scores=documents_of(mask_function=FUNCTION)),
-     "takes causal masks and windows, got causal(), documents, mask function sees"),
-    (problem_of(scores=ScoreOptions(mask_function=FUNCTION)),
-     "takes causal masks and windows, got no mask, mask function sees"),
-    (problem_of(sequences=LENGTHS, scores=ScoreOptions(mask_function=FUNCTION)),
-     "takes causal masks and windows, got no mask, mask function sees"),
+     "needs a triton function, got sees without one; backend='reference' takes a torch function"),
+    (problem_of(sequences=LENGTHS, scores=ScoreOptions(mask_function=OF_ENTRIES)),
+     "takes causal masks and windows with lengths that are data, got no mask, mask function sees"),
     (problem_of(mask=prefix(3), sequences=LENGTHS),
      "takes causal masks and windows with lengths that are data, got causal() & prefix(3)"),
     (problem_of(mask=causal(), sequences=LENGTHS, scores=documents_of(sinks=SINKS)),
@@ -257,8 +259,10 @@ def test_masks_without_a_plan_are_refused_in_both_passes(problem, reason):
                                                          "other than causal ones and windows, got 256 and 256"),
     (problem_of(dims=(64, 136), mask=prefix(3)), "takes, in its backward pass, head dims up to 128 with masks other "
                                                  "than causal ones and windows, got 64 and 136"),
-    (problem_of(scores=boolean_of(1, 4, 512, 512)), "takes, in its backward pass, a boolean mask of each head where no "
+    (problem_of(scores=boolean_of(1, 4, 512, 512)), "takes, in its backward pass, a mask of each head's own where no "
                                                     "heads share keys, got 4 and 2 heads"),
+    (problem_of(scores=ScoreOptions(mask_function=OF_HEADS)), "takes, in its backward pass, a mask of each head's own "
+                                                              "where no heads share keys, got 4 and 2 heads"),
 ], ids=lambda value: "" if isinstance(value, str) else str(value))
 def test_forward_takes_masks_that_backward_has_no_plan_of(problem, reason):
     assert gluon.backend.why_not(problem) is None

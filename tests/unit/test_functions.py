@@ -9,6 +9,7 @@ import torch
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from conformance import functions as _functions
 from conformance.functions import chosen, chosen_twin, damped, mask_functions, relative, relative_twin, score_functions
 from tilewise import InvalidInput, UnsupportedProblem, attention, attention_varlen, causal, explain, functions
 from tilewise.autograd.op import backward_op, forward_op
@@ -137,6 +138,15 @@ def test_a_function_that_nobody_keeps_is_forgotten():
     gc.collect()
     assert name not in functions._BY_NAME
     assert all(code.name != name for code in functions._BY_FUNCTIONS.values())
+
+
+@pytest.mark.parametrize(("function", "reads"), [
+    (_functions.dilated, (False, True)), (_functions.behind, (True, False)), (_functions.near, (False, False)),
+    (_functions.passing, (True, True)), (_functions.of_all, (True, True)), (None, (True, True))])
+def test_a_code_tells_whether_a_mask_differs_by_batch_entry_or_head(function, reads):
+    """From an argument that is not named: what a function does with one that it hands on, nobody looks at."""
+    code = MaskFunction(function, chosen_twin, (_TENSOR,) * (function is _functions.behind)).code
+    assert (code.reads_batch, code.reads_head) == reads
 
 
 def _doubled(score, batch, head, q_idx, k_idx, table):

@@ -10,11 +10,12 @@ import torch
 
 from tilewise.backends._support import mask_plans
 from tilewise.backends._support.mask_plans import mask_plan, plan_bytes, planner_of, too_large
+from tilewise.functions import FunctionCode
 from tilewise.kernels.hooks import compile_only
 from tilewise.kernels.hopper.launch import STREAM_OF_THREAD
 from tilewise.masks import Mask, Span, causal, prefix, window
 from tilewise.problem import AttentionProblem
-from tilewise.problem.options import NO_OPERANDS, Operands, OperandSpec, ScoreOptions
+from tilewise.problem.options import NO_OPERANDS, FunctionSpec, Operands, OperandSpec, ScoreOptions
 from tilewise.support.caches import clear_caches, is_registered
 
 
@@ -34,11 +35,15 @@ def documents_of(entries, length=512):
     return {name: facts(entries, 4, length, dtype=torch.int32) for name in ("documents_q", "documents_k")}
 
 
+def function_of(**reads):
+    return {"mask_function": FunctionSpec(FunctionCode("sees", None, None, None, 0, **reads), ())}
+
+
 class Planner:
     """Counts its calls, each of which makes a plan of so many bytes."""
 
-    def __init__(self, size=16):
-        self.problem, self.size, self.calls = problem_of(), size, 0
+    def __init__(self, size=16, **scores):
+        self.problem, self.size, self.calls = problem_of(**scores), size, 0
 
     def __call__(self, operands, allocate):
         self.calls += 1
@@ -140,6 +145,18 @@ def test_the_plan_of_a_callers_boolean_tensor_is_built_in_every_call(others):
         plan_with(planner, operands)
     assert planner.calls == 3
     assert not mask_plans._kept
+
+
+@pytest.mark.parametrize("tensors", [(), (torch.zeros(8),)], ids=["positions", "tensors"])
+def test_the_plan_of_a_function_is_kept_unless_it_reads_tensors_of_the_callers(tensors):
+    """They may be written at any time, and kernels that write them tell nobody."""
+    code = FunctionCode("sees", None, None, None, len(tensors))
+    planner = Planner(mask_function=FunctionSpec(code, tuple(tensor.dtype for tensor in tensors)))
+    operands = documents()._replace(mask_tensors=tensors)
+    for _ in range(3):
+        plan_with(planner, operands)
+    assert planner.calls == (3 if tensors else 1)
+    assert len(mask_plans._kept) == (0 if tensors else 1)
 
 
 def test_a_tensor_at_the_address_of_one_that_died_is_not_taken_for_it(monkeypatch):
@@ -252,6 +269,9 @@ def test_clear_caches_drops_every_plan():
     (problem_of(**documents_of(2)), 2 * 576 * 512), (problem_of(tensor=(1, 1, 512, 512)), 576 * 512),
     (problem_of(tensor=(1, 4, 512, 512)), 4 * 576 * 512), (problem_of(tensor=(2, 1, 1, 512)), 2 * 576 * 512),
     (problem_of(tensor=(1, 4, 512, 512), **documents_of(2)), 8 * 576 * 512),
+    (problem_of(**function_of()), 8 * 576 * 512), (problem_of(**function_of(reads_head=False)), 2 * 576 * 512),
+    (problem_of(**function_of(reads_batch=False)), 4 * 576 * 512),
+    (problem_of(**function_of(reads_batch=False, reads_head=False)), 576 * 512),
 ], ids=str)
 def test_a_plan_has_a_bit_a_pair_of_padded_tiles_of_each_mask_that_differs(problem, pairs):
     assert plan_bytes(problem) == pairs // 8

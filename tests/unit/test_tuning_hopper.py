@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tilewise.errors import InvalidInput
+from tilewise.functions import FunctionCode
 from tilewise.kernels.hopper.backward.config import (
     D64Variant,
     D128AugmentedKVariant,
@@ -19,7 +20,7 @@ from tilewise.kernels.hopper.backward.config import (
 from tilewise.kernels.hopper.forward.config import HopperForwardConfig
 from tilewise.masks import Mask, causal, chunk, prefix, sink_tokens, window
 from tilewise.problem import AttentionProblem
-from tilewise.problem.options import OperandSpec, ScoreOptions
+from tilewise.problem.options import FunctionSpec, OperandSpec, ScoreOptions
 from tilewise.problem.sequences import Sequences
 from tilewise.tuning import heuristics_hopper, kinds, table
 from tilewise.tuning.candidates_hopper import propose_hopper
@@ -193,8 +194,11 @@ def facts(*shape, dtype=torch.int32):
 
 DOCUMENTS = {"documents_q": facts(1, 4, 4096), "documents_k": facts(1, 4, 4096)}
 BOOLEAN = {"mask": facts(1, 1, 4096, 4096, dtype=torch.bool)}
+FUNCTION = FunctionSpec(FunctionCode("sees", None, None, None, 0, reads_batch=False, reads_head=False), ())
 TILED = BOOLEAN | {"tiles_q": facts(9), "tiles_k": facts(9)}
 PLANS = {"documents": {"scores": ScoreOptions(**DOCUMENTS)}, "boolean": {"scores": ScoreOptions(**BOOLEAN)},
+         "function": {"scores": ScoreOptions(mask_function=FUNCTION)},
+         "function_of_tensors": {"scores": ScoreOptions(mask_function=FUNCTION._replace(dtypes=(torch.int32,)))},
          "tiled": {"scores": ScoreOptions(**TILED)}, "prefix": {"mask": prefix(100)},
          "causal_documents": {"mask": causal(), "scores": ScoreOptions(**DOCUMENTS)},
          "boolean_of_documents": {"scores": ScoreOptions(**DOCUMENTS, **BOOLEAN)},
@@ -218,8 +222,8 @@ def test_no_cta_owns_a_head_with_a_mask_plan(case, d, s):
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("case", PLANS)
 def test_a_mask_plan_is_worth_its_launches_from_some_work_on(case, direction):
-    """A caller's boolean tensor has a plan built in every call, all others one that is kept."""
-    is_of_each_call = case in ("boolean", "boolean_of_documents")
+    """With a caller's boolean tensor, or a function's tensors, a plan is built in every call; all others are kept."""
+    is_of_each_call = case in ("boolean", "boolean_of_documents", "function_of_tensors")
     least, entries = ((heuristics_hopper.LEAST_WORK_FOR_A_PLAN_A_CALL, 10) if is_of_each_call else
                       (heuristics_hopper.LEAST_WORK_FOR_A_PLAN, 4))
     assert entries * 6250**2 * 64 == least, "of one head, and of one product"

@@ -212,7 +212,8 @@ def _backward_plan(problem: AttentionProblem, incoming: tuple[Sizes, Sizes, Size
     nobody_else = dlse_strides is None and problem.scores.sinks is None and out_strides[-1:] == (1,)
     forms = *forms_of_gradients(problem, strides), forms_of_results(problem)[1]
     scores = problem.scores
-    has_operands = bool(problem.sequences.are_data or scores.sinks or scores.mask or scores.documents_q)
+    has_operands = bool(problem.sequences.are_data or scores.sinks or scores.mask or scores.documents_q
+                        or (scores.mask_function and scores.mask_function.dtypes))
     planner = planner_of(problem, rows=config.block_n // 64, columns=1)
     return _BackwardPlan(allocator(problem.device), forms, delta_launch(problem, delta_config(problem), *incoming),
                          backward_launch(problem, config, backward_schedule(problem, config), strides[0], num_sms,
@@ -263,9 +264,11 @@ def _wrong_mask(problem: AttentionProblem) -> str | None:
     """Say why the mask, which is no band, has no plan (kernels/triton/mask_plan.py)."""
     scores = problem.scores
     got = ", ".join(part for part in (str(problem.mask), str(scores)) if part)
-    if scores.mask_function is not None or problem.sequences.are_data:
-        with_lengths = "" if scores.mask_function is not None else " with lengths that are data"
-        return f"takes causal masks and windows{with_lengths}, got {got}"
+    if problem.sequences.are_data:
+        return f"takes causal masks and windows with lengths that are data, got {got}"
+    if scores.mask_function is not None and scores.mask_function.code.triton is None:
+        return (f"needs a triton function, got {scores.mask_function.code.name} without one; backend='reference' takes "
+                "a torch function")
     # A key that no query sees may lie among the others where query i does not stand on key i.
     if problem.mask.has_exceptions and (problem.sq != problem.sk or problem.mask.offset(problem.sq, problem.sk)):
         return (f"takes prefixes, sink tokens and chunks of as many queries as keys, got {problem.sq} and {problem.sk} "
@@ -276,8 +279,8 @@ def _wrong_mask(problem: AttentionProblem) -> str | None:
         if max(problem.d, problem.dv) > WIDEST_WITH_EVERY_OPTION:
             return (f"takes, in its backward pass, head dims up to {WIDEST_WITH_EVERY_OPTION} with masks other than "
                     f"causal ones and windows, got {problem.d} and {problem.dv}")
-        if scores.mask is not None and scores.mask.shape[1] > 1 and problem.group > 1:
-            return (f"takes, in its backward pass, a boolean mask of each head where no heads share keys, got "
+        if problem.distinct_masks[1] > 1 and problem.group > 1:
+            return (f"takes, in its backward pass, a mask of each head's own where no heads share keys, got "
                     f"{problem.hq} and {problem.hk} heads")
     return too_large(problem)
 
@@ -290,7 +293,8 @@ def _wrong_scores(problem: AttentionProblem) -> str | None:
     elif problem.scores.max_logit:
         return "takes no max_logit"
     plain = problem.scores._replace(softcap=None, sinks=None, max_logit=False, dropout_p=0.0, mask=None,
-                                    documents_q=None, documents_k=None, tiles_q=None, tiles_k=None)
+                                    documents_q=None, documents_k=None, tiles_q=None, tiles_k=None,
+                                    mask_function=None)
     if plain != NO_OPTIONS:
         taken = "softcap and sinks" if problem.direction == "forward" else "softcap, sinks and dropout"
         return f"takes {taken} and nothing else that changes scores, got {problem.scores}"

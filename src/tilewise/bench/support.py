@@ -101,7 +101,8 @@ def options_of(problem: AttentionProblem) -> dict[str, ScoreOptions]:
         "sinks": {"sinks": operand(torch.float32, heads)},
         "dropout": {"dropout_p": 0.125},
         "score function": {"score_function": FunctionSpec(FunctionCode("score", _nothing, _nothing, None, 0), ())},
-        "mask function": {"mask_function": FunctionSpec(FunctionCode("mask", _nothing, _nothing, None, 0), ())},
+        "mask function": {"mask_function": FunctionSpec(FunctionCode(
+            "mask", _nothing, _nothing, None, 0, reads_batch=False, reads_head=False), ())},
         "max_logit": {"max_logit": True},
     }
     together = {name: value for options in alone.values() for name, value in options.items()}

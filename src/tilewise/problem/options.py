@@ -232,6 +232,11 @@ class FunctionSpec(NamedTuple):
     dtypes: tuple[torch.dtype, ...]
     is_large: bool = False
 
+    @property
+    def may_change(self) -> bool:
+        """Whether it reads tensors of the caller's, which may hold something else in the next call."""
+        return bool(self.dtypes)
+
 
 class ScoreSettings(NamedTuple):
     """What is not a tensor of a call and changes its scores; the default changes nothing.

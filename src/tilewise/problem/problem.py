@@ -175,9 +175,13 @@ class AttentionProblem:
     @property
     def distinct_masks(self) -> tuple[int, int]:
         """How many batch entries, and how many heads, have a mask of their own: 1 where all share one."""
-        scores = self.scores
-        shapes = [spec.shape for spec in (scores.mask, scores.documents_q) if spec is not None]
-        return max([1, *(shape[0] for shape in shapes)]), 1 if scores.mask is None else scores.mask.shape[1]
+        scores, function = self.scores, self.scores.mask_function
+        batches = [spec.shape[0] for spec in (scores.mask, scores.documents_q) if spec is not None]
+        heads = [] if scores.mask is None else [scores.mask.shape[1]]
+        if function is not None:
+            batches += [self.b] if function.code.reads_batch else []
+            heads += [self.hq] if function.code.reads_head else []
+        return max([1, *batches]), max([1, *heads])
 
     @property
     def width(self) -> int:

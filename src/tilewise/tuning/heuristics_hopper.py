@@ -94,7 +94,8 @@ def _cuts_tiles(problem: AttentionProblem) -> bool:
     0.48 to 0.95 times as fast as with two at 64 columns; a prefix, and a window with sink tokens, 1.06 to 1.12 times.
     """
     scores = problem.scores
-    return problem.mask.chunk is not None or scores.mask is not None or scores.documents_q is not None
+    return (problem.mask.chunk is not None or scores.mask is not None or scores.documents_q is not None
+            or scores.mask_function is not None)
 
 
 def _were_timed(problem: AttentionProblem) -> bool:
@@ -210,8 +211,10 @@ def _least_work_for_gluon(problem: AttentionProblem) -> int:
     """Multiply-adds of a product from which a pass is gluon's."""
     width, is_backward = kernel_width(problem), problem.direction == "backward"
     if not problem.is_banded:
-        is_plain_tensor = problem.scores.mask is not None and problem.scores.tiles_q is None
-        return LEAST_WORK_FOR_A_PLAN_A_CALL if is_plain_tensor else LEAST_WORK_FOR_A_PLAN
+        scores, function = problem.scores, problem.scores.mask_function
+        may_change = ((scores.mask is not None and scores.tiles_q is None)
+                      or (function is not None and function.may_change))
+        return LEAST_WORK_FOR_A_PLAN_A_CALL if may_change else LEAST_WORK_FOR_A_PLAN
     queries = problem.sq // (problem.sequences.packed or 1)
     if queries > 64 and (width > 128 or (problem.deterministic and (is_backward or width > 64))):
         return 0

@@ -3,7 +3,8 @@
 What a plan is built of must not change while it is kept. That holds for a mask by position, and for tensors that the
 library has made itself and nobody else writes: the ranges of :func:`tilewise.documents`, and the lists of a mask that
 was :meth:`tilewise.masks.TensorMask.tiled`, which are to be made anew when its tensor changes. A plain boolean tensor
-is the caller's own, and may be written at any time: its plan is built in every call.
+and the tensors of a mask function are the caller's own, and may be written at any time, by kernels that no version
+counter of torch's notices too: such a plan is built in every call.
 """
 
 import math
@@ -79,7 +80,7 @@ def mask_plan(planner: "MaskPlanner", operands: Operands, allocate: Allocate) ->
     captured graph may be replayed when tensors hold something else, and its calls build their own. So do those of
     which kernels are compiled alone: nothing is in such a plan, and every kernel is to be seen.
     """
-    sources, stream = _sources(operands), raw_stream()(planner.problem.device.index)
+    sources, stream = _sources(planner.problem, operands), raw_stream()(planner.problem.device.index)
     if (sources is None or stream == STREAM_OF_THREAD or torch.cuda.is_current_stream_capturing()
             or take_of_kernels() is not None):
         return planner(operands, allocate)
@@ -93,9 +94,10 @@ def mask_plan(planner: "MaskPlanner", operands: Operands, allocate: Allocate) ->
     return plan
 
 
-def _sources(operands: Operands) -> tuple[torch.Tensor, ...] | None:
+def _sources(problem: AttentionProblem, operands: Operands) -> tuple[torch.Tensor, ...] | None:
     """Return the tensors whose identity stands for the mask's contents; None where none does."""
-    if operands.mask is not None and operands.tiles_q is None:
+    function = problem.scores.mask_function
+    if (operands.mask is not None and operands.tiles_q is None) or (function is not None and function.may_change):
         return None
     return tuple([tensor for tensor in (operands.tiles_q, operands.documents_q, operands.documents_k)
                   if tensor is not None])

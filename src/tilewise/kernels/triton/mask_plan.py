@@ -1,8 +1,9 @@
 """A mask as lists of blocks and bits of pairs, built on the device: what the Hopper kernels read of any mask.
 
 Three kernels. The first looks at every *cell* of 64 queries by 64 keys: is it hidden, visible in part, or whole? Where
-the band and the documents say so of 128 by 128 pairs at once, no pair is looked at. The second lists, of each tile of a
-kernel, the blocks of the other side that it visits. The third writes a bit a pair for the partial blocks among them.
+the band and the documents hide 128 by 128 pairs at once, no pair is looked at; where they show them all, the boolean
+mask and the user's function are, if there are any. The second lists, of each tile of a kernel, the blocks of the other
+side that it visits. The third writes a bit a pair for the partial blocks among them.
 Nothing is waited for: memory is for as many blocks as there could be.
 """
 
@@ -16,7 +17,7 @@ import triton.language as tl
 from tilewise.kernels.triton.arguments import Modifiers
 from tilewise.kernels.triton.launch import Launch, modifiers_of, needs_int64, numbers
 from tilewise.kernels.triton.mask_ranges import document_ids_at, is_visible, narrow_to_documents, visible_keys
-from tilewise.kernels.triton.modifiers import load_operand
+from tilewise.kernels.triton.modifiers import function_arguments, load_operand
 from tilewise.kernels.triton.tile_types import Band, ScoreBlock
 from tilewise.masks import Span
 from tilewise.problem import AttentionProblem, Sizes
@@ -70,18 +71,19 @@ def visible_pairs(offs_q, offs_k, batch, head, modifiers, problem, shape, KEYS_F
     offs_q = offs_q[None, :] if KEYS_FIRST else offs_q[:, None]
     offs_k = offs_k[:, None] if KEYS_FIRST else offs_k[None, :]
     visible = is_visible(offs_q, offs_k, shape.stop_q, shape.stop_k, Band(*problem.bounds, None), numbers_q, numbers_k)
-    if modifiers.mask.ptr is not None:
-        block = ScoreBlock(None, batch, head, None, None, shape.stop_q, shape.stop_k)
-        visible &= load_operand(modifiers.mask, block, offs_q, offs_k, INT64, True).to(tl.int1)
-    return visible
+    return allowed_pairs(visible, offs_q, offs_k, batch, head, modifiers, shape, INT64, True)
 
 
 @triton.jit
-def allowed_pairs(offs_q, offs_k, batch, head, mask, shape, INT64: tl.constexpr):
-    """Which pairs the boolean mask leaves visible, of queries up to the last one and of keys that all exist."""
+def allowed_pairs(visible, offs_q, offs_k, batch, head, modifiers, shape, INT64: tl.constexpr, CHECKED: tl.constexpr):
+    """Which of the visible pairs the boolean mask and the function leave so. Not CHECKED: the keys all exist."""
     block = ScoreBlock(None, batch, head, None, None, shape.stop_q, shape.stop_k)
-    allowed = load_operand(mask, block, offs_q[:, None], offs_k[None, :], INT64, False).to(tl.int1)
-    return allowed & (offs_q < shape.stop_q)[:, None]
+    if modifiers.mask.ptr is not None:
+        visible &= load_operand(modifiers.mask, block, offs_q, offs_k, INT64, CHECKED).to(tl.int1)
+    if modifiers.mask_function.call is not None:
+        sequence, member, q_idx, k_idx = function_arguments(block, offs_q, offs_k, INT64, CHECKED)
+        visible &= modifiers.mask_function.call(sequence, member, q_idx, k_idx, *modifiers.mask_function.tensors)
+    return visible
 
 
 @triton.jit
@@ -117,10 +119,12 @@ def mask_cells_kernel(states_ptr, modifiers, problem, shape, INT64: tl.constexpr
     if is_hidden:
         states = tl.zeros((2, 2), tl.int32)
     elif is_full:
-        if modifiers.mask.ptr is None:
+        if modifiers.mask.ptr is None and modifiers.mask_function.call is None:
             states = tl.full((2, 2), FULL, tl.int32)
         else:
-            allowed = allowed_pairs(offs_q, offs_k, batch, head, modifiers.mask, shape, INT64)
+            exist = (offs_q < shape.stop_q)[:, None] & (offs_k >= 0)[None, :]
+            allowed = allowed_pairs(exist, offs_q[:, None], offs_k[None, :], batch, head, modifiers, shape, INT64,
+                                    False)
             states = states_of_pairs(allowed, cells_q, shape)
     else:
         visible = visible_pairs(offs_q, offs_k, batch, head, modifiers, problem, shape, False, INT64)
@@ -224,7 +228,7 @@ class MaskPlanner:
     """Builds the lists and bits of a problem's mask for a kernel's tiles and blocks.
 
     Args:
-        problem: the call; its mask may be of any kind but a function of the user's, and no length is data.
+        problem: the call; its mask may be of any kind, and no length is data.
         queries, keys: those that the kernel is given, from the first to the last.
         rows: cells of 64 that a tile has along its own side.
         columns: cells that a block of the other side has.
@@ -267,7 +271,8 @@ class MaskPlanner:
         lists = allocate(self.lists_shape, _dense(self.lists_shape), torch.int32)
         bits = allocate(self.bits_shape, _dense(self.bits_shape), torch.int32)
         modifiers = modifiers_of(self.problem, operands)
-        modifiers = Modifiers(mask=modifiers.mask, documents=modifiers.documents)
+        modifiers = Modifiers(mask=modifiers.mask, documents=modifiers.documents,
+                              mask_function=modifiers.mask_function)
         self.cells(states, modifiers)
         self.lists(lists, states)
         self.bits(bits, lists, modifiers)
