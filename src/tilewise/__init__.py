@@ -11,6 +11,7 @@ if typing.TYPE_CHECKING:
     from tilewise.decode import attention_decode
     from tilewise.dispatch import use_backend
     from tilewise.errors import InvalidInput, TilewiseError, UnsupportedProblem
+    from tilewise.mask_functions import blocks, intervals, prefixes, tree
     from tilewise.masks import Mask, causal, chunk, documents, prefix, sink_tokens, window
     from tilewise.merging import merge
     from tilewise.problem.options import AnyMask
@@ -18,13 +19,14 @@ if typing.TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "AnyMask", "InvalidInput", "Mask", "TilewiseError", "UnsupportedProblem",
-    "attention", "attention_decode", "attention_varlen", "causal", "chunk", "documents", "explain", "merge", "prefix",
-    "sink_tokens", "use_backend", "window",
+    "attention", "attention_decode", "attention_varlen", "blocks", "causal", "chunk", "documents", "explain",
+    "intervals", "merge", "prefix", "prefixes", "sink_tokens", "tree", "use_backend", "window",
 ]
 # Where each name is defined: importing one of these modules imports torch, but of the errors'.
 _HOMES = {
     "api": ("attention", "attention_varlen", "explain"), "decode": ("attention_decode",),
     "dispatch": ("use_backend",), "errors": ("InvalidInput", "TilewiseError", "UnsupportedProblem"),
+    "mask_functions": ("blocks", "intervals", "prefixes", "tree"),
     "masks": ("Mask", "causal", "chunk", "documents", "prefix", "sink_tokens", "window"), "merging": ("merge",),
     "problem.options": ("AnyMask",),
 }

@@ -7,7 +7,7 @@ tensors. What stands behind a name is kept as long as somebody uses it.
 import copy
 import dis
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar, cast
 from weakref import WeakValueDictionary
@@ -27,6 +27,24 @@ from tilewise.validate.functions import (
 )
 
 
+class MaskKind(NamedTuple):
+    """What a mask function of the library's own is (mask_functions.py).
+
+    Attributes:
+        name: of what makes it.
+        numbers: what it is made with, besides tensors.
+    """
+
+    name: str
+    numbers: tuple[int | None, ...] = ()
+
+    def text(self, table: Sequence[int]) -> str:
+        """Say what a mask is, by the shape of its first tensor."""
+        return {"tree": "tree of {table[2]} tokens", "intervals": "intervals of {table[2]} keys",
+                "blocks": "blocks of {numbers[0]} x {numbers[1]}",
+                "prefixes": "prefixes of {table[0]} batch entries"}[self.name].format(table=table, numbers=self.numbers)
+
+
 @dataclass(frozen=True, eq=False)
 class FunctionCode:
     """A score or mask function of the user's without its tensors; the same functions have one code.
@@ -36,6 +54,8 @@ class FunctionCode:
         triton, torch, derivative: as in :class:`ScoreFunction`.
         tensors: how many it reads.
         reads_batch, reads_head: whether the Triton function does anything with that argument.
+        kind: of a mask function of the library's own, else None: its first tensor is (b|1, h|1, …), and nobody writes
+            its tensors.
     """
 
     name: str
@@ -45,12 +65,13 @@ class FunctionCode:
     tensors: int
     reads_batch: bool = True
     reads_head: bool = True
+    kind: MaskKind | None = None
 
 
 Tensors = tuple[_torch.Tensor, ...]
 _Own = TypeVar("_Own", bound="ScoreFunction | MaskFunction")
-_PAIR = ("batch", "head", "q_idx", "k_idx")
-_BY_FUNCTIONS: WeakValueDictionary[tuple[int, ...], FunctionCode] = WeakValueDictionary()
+PAIR = ("batch", "head", "q_idx", "k_idx")
+_BY_FUNCTIONS: WeakValueDictionary[tuple[Any, ...], FunctionCode] = WeakValueDictionary()
 _BY_NAME: WeakValueDictionary[str, FunctionCode] = WeakValueDictionary()
 _numbers = itertools.count()
 
@@ -94,7 +115,7 @@ class ScoreFunction:
     code: FunctionCode = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        _complete(self, "ScoreFunction", self.derivative, ("score", *_PAIR))
+        complete(self, "ScoreFunction", self.derivative, ("score", *PAIR))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ScoreFunction, (self.triton, self.torch, self.derivative, self.tensors)
@@ -129,7 +150,7 @@ class MaskFunction(JoinsTensors):
     code: FunctionCode = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        _complete(self, "MaskFunction", None, _PAIR)
+        complete(self, "MaskFunction", None, PAIR)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return MaskFunction, (self.triton, self.torch, self.tensors)
@@ -233,18 +254,19 @@ def pair_indices(sizes: tuple[int, int, int, int], device: _torch.device | None,
                  for along, (start, size) in enumerate(zip(starts, sizes, strict=True)))
 
 
-def _complete(function: ScoreFunction | MaskFunction, said: str, derivative: Callable[..., Any] | None,
-              arguments: tuple[str, ...]) -> None:
+def complete(function: ScoreFunction | MaskFunction, said: str, derivative: Callable[..., Any] | None,
+             arguments: tuple[str, ...], kind: MaskKind | None = None) -> None:
     """Check a new function's parts, and give it its code: one for the same parts."""
     tensors = tuple(function.tensors)
     check_parts(said, function, derivative, arguments, tensors)
     parts = (function.triton, function.torch, derivative)
-    key = (*map(id, parts), len(tensors))  # of living objects: the code, as long as it is here, keeps them
+    key = (*map(id, parts), len(tensors), kind)  # of living objects: the code, as long as it is here, keeps them
     code = _BY_FUNCTIONS.get(key)
     if code is None:
         named: Any = function.torch if function.triton is None else function.triton
-        reads = [_reads(function.triton, arguments.index(argument)) for argument in ("batch", "head")]
-        code = FunctionCode(f"{getattr(named, '__name__', said)}#{next(_numbers)}", *parts, len(tensors), *reads)
+        reads_batch, reads_head = (_reads(function.triton, arguments.index(own)) for own in ("batch", "head"))
+        code = FunctionCode(f"{getattr(named, '__name__', said)}#{next(_numbers)}", *parts, len(tensors),
+                            reads_batch, reads_head, kind)
         _BY_FUNCTIONS[key] = _BY_NAME[code.name] = code
     object.__setattr__(function, "tensors", tensors)
     object.__setattr__(function, "code", code)

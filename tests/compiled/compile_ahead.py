@@ -9,6 +9,7 @@ import subprocess
 import tempfile
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import torch
 from triton import knobs
@@ -17,7 +18,7 @@ from triton.runtime import driver
 
 from compiled.compile_record import Prepared, serve
 from compiled.sass import early_reads, possibly_unset, spills_in_steps, stray_descriptors
-from conformance.functions import mask_functions, score_functions
+from conformance.functions import known_masks, mask_functions, score_functions
 from tilewise.backends._support.mask_plans import planner_of
 from tilewise.bench.compile_ahead import CompileOnlyDriver
 from tilewise.kernels.hopper.backward.config import BACKWARD_CONFIGS, HopperDbiasConfig
@@ -68,7 +69,8 @@ def operands_of(request):
 def functions_of(request):
     """A function of the test suite for each "score:NAME" and "mask:NAME" in request["options"]."""
     named = dict(option.split(":") for option in request.get("options", ()) if ":" in option)
-    made = {"score": score_functions("cpu"), "mask": mask_functions("cpu")}
+    sizes = SimpleNamespace(b=1, hq=2, sq=4096, sk=4096)
+    made = {"score": score_functions("cpu"), "mask": mask_functions("cpu") | known_masks(sizes, "cpu")}
     return {kind: made[kind][name] for kind, name in named.items()}
 
 

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+import tilewise as tw
 from tilewise.functions import MaskFunction, ScoreFunction
 
 REACH = 200  # of a table of relative positions, to either side
@@ -108,6 +109,22 @@ def passing(b, h, q_idx, k_idx):
 @triton.jit
 def of_all(*arguments):
     return arguments[2] >= arguments[3]
+
+
+def known_masks(case, device):
+    """Masks of the library's own that are functions, for a case's sizes; a tree where its lengths are equal."""
+    b, hq, sq, sk = case.b, case.hq, case.sq, case.sk
+    generator = torch.Generator().manual_seed(11)
+
+    def drawn(most, *shape):
+        return torch.randint(most, shape, generator=generator).to(device)
+
+    made = {"intervals": tw.intervals(drawn(sq, b, 1, sk, 2), drawn(sq + 30, 1, hq, sk, 2)),
+            "blocks": tw.blocks(drawn(3, b, hq, -(-sq // 24), -(-sk // 40)) > 0, (24, 40)),
+            "prefixes": tw.prefixes(drawn(sk, b), sk - sq)}
+    if sq == sk:
+        made["tree"] = tw.tree(drawn(7, b, sq).sort(1).values, [-1, 0, 1, 1, 0, -1])
+    return made
 
 
 def table_of(device, dtype=torch.float32):

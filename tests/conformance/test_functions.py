@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from conformance.calls import TRAINABLE, skip_if_refused, trainable
-from conformance.functions import mask_functions, score_functions
+from conformance.functions import known_masks, mask_functions, score_functions
 from tilewise import attention, causal, window
 from tilewise.api import AttentionOutputWithMax
 from tilewise.backends.base import Gradients
@@ -82,6 +82,13 @@ class Call:
 @pytest.mark.parametrize(("score", "mask"), NAMES)
 def test_functions_stay_within_error_budget(backend, case, score, mask, device):
     call = Call(case, score, mask, device)
+    call.assert_within_budget(*call.run(backend))
+
+
+@pytest.mark.parametrize(("case", "name"), [(PLAIN, "intervals"), (PLAIN, "blocks"), (CAUSAL, "tree"),
+                                            (EVERYTHING, "prefixes")], ids=str)
+def test_masks_of_tables_stay_within_error_budget(backend, case, name, device):
+    call = Call(case, None, known_masks(case, device)[name], device)
     call.assert_within_budget(*call.run(backend))
 
 

@@ -79,6 +79,12 @@ BUILT = {
     "function_of_entries": (FUNCTIONS["behind"], (150, 200)),
     "function_of_documents": (causal() & tw.documents(EACH) & FUNCTIONS["near"], (300, 300)),
     "function_of_keys_with_a_tensor": (blocks_of(1, 3, 130, 250) & FUNCTIONS["chosen"], (130, 250)),
+    "tree": (tw.tree(torch.tensor([[0] * 90 + [1] * 80 + [2] * 70 + [1] * 20] * 2).sort(1).values, [-1, 0, 0]),
+             (260, 260)),
+    "intervals_of_heads": (causal("bottom_right") & tw.intervals(torch.randint(0, 200, (1, 3, 210)),
+                                                                 torch.randint(0, 220, (1, 3, 210))), (190, 210)),
+    "blocks": (causal() & tw.documents(EACH) & tw.blocks(coins(1, 1, 5, 3), (64, 128)), (300, 300)),
+    "prefixes": (tw.prefixes(torch.tensor([90, 0]), 10), (180, 200)),
     "few": (causal() & tw.documents(DOCUMENTS[65:75]), (10, 10)),
     "whole": (TensorMask(Mask(), torch.ones(1, 1, 256, 256, dtype=torch.bool)), (256, 256)),
 }

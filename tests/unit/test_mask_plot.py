@@ -137,7 +137,7 @@ def test_without_matplotlib_it_says_what_to_install(monkeypatch):
         tw.causal().plot(8)
 
 
-def test_the_figure_of_the_documents_is_drawn_by_its_script(tmp_path):
+def test_the_figures_of_the_documents_are_drawn_by_their_script(tmp_path):
     from importlib import util
     from pathlib import Path
 
@@ -145,7 +145,8 @@ def test_the_figure_of_the_documents_is_drawn_by_its_script(tmp_path):
     spec = util.spec_from_file_location("mask_figure", docs / "mask_figure.py")
     script = util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    script.main(tmp_path / "mask-plot.svg")
-    assert (tmp_path / "mask-plot.svg").read_text("utf-8").count("<path") > 50
-    assert script.FIGURE.is_file()
-    assert "(figures/mask-plot.svg)" in (docs / "masks.md").read_text("utf-8")
+    script.main(tmp_path / "mask-plot.svg", tmp_path / "mask-tables.svg")
+    for figure in (script.FIGURE, script.TABLES):
+        assert (tmp_path / figure.name).read_text("utf-8").count("<path") > 50
+        assert figure.is_file()
+        assert f"(figures/{figure.name})" in (docs / "masks.md").read_text("utf-8")

@@ -19,7 +19,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: tw.AnyMask | None = None) -> T
 
 def masks(ids: Tensor, visible: Tensor, even: MaskFunction) -> list[tw.AnyMask]:
     return [tw.causal(), tw.window(3, 0) & tw.sink_tokens(2), tw.documents(ids), tw.causal() & tw.documents(ids),
-            visible, tw.causal() & visible, even, tw.causal() & even, even & visible, tw.causal() | tw.window(3, 3)]
+            visible, tw.causal() & visible, even, tw.causal() & even, even & visible, tw.causal() | tw.window(3, 3),
+            tw.tree(ids, [-1, 0]), tw.causal() & tw.intervals(ids[None, None], ids[None, None]),
+            tw.blocks(visible) & visible, tw.prefixes(ids)]
 
 
 def is_mask(mask: object) -> bool:

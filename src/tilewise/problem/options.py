@@ -226,16 +226,28 @@ def schema_of(described: type[Any], names: Iterable[str] | None = None) -> str:
 
 
 class FunctionSpec(NamedTuple):
-    """A function with what a kernel is compiled for: its tensors' dtypes, and whether one has over 2^31 elements."""
+    """A function, with what is known of its tensors.
+
+    Attributes:
+        code: the function.
+        dtypes: of its tensors.
+        is_large: whether one of them has over 2^31 elements.
+        table: of a mask of the library's own: the batch entries and heads of its table; else None.
+    """
 
     code: FunctionCode
     dtypes: tuple[torch.dtype, ...]
     is_large: bool = False
+    table: tuple[int, int] | None = None
 
     @property
     def may_change(self) -> bool:
         """Whether it reads tensors of the caller's, which may hold something else in the next call."""
-        return bool(self.dtypes)
+        return self.table is None and bool(self.dtypes)
+
+    def distinct_masks(self, b: int, hq: int) -> tuple[int, int]:
+        """How many of so many batch entries and heads have a mask of their own: 1 where all share one."""
+        return self.table or (b if self.code.reads_batch else 1, hq if self.code.reads_head else 1)
 
 
 class ScoreSettings(NamedTuple):

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from tilewise.functions import FunctionCode
 from tilewise.masks import Band, Mask, Span
 from tilewise.masks.tile_lists import TILE
 from tilewise.problem.options import (
@@ -38,6 +39,7 @@ from tilewise.validate.call import (
     check_longest_dims,
     check_together,
 )
+from tilewise.validate.mask_functions import check_known_mask
 from tilewise.validate.tensors import SpecKey, TensorSpec, check_operand, spec_of
 from tilewise.validate.values import checked_scale
 
@@ -179,8 +181,8 @@ class AttentionProblem:
         batches = [spec.shape[0] for spec in (scores.mask, scores.documents_q) if spec is not None]
         heads = [] if scores.mask is None else [scores.mask.shape[1]]
         if function is not None:
-            batches += [self.b] if function.code.reads_batch else []
-            heads += [self.hq] if function.code.reads_head else []
+            own = function.distinct_masks(self.b, self.hq)
+            batches, heads = [*batches, own[0]], [*heads, own[1]]
         return max([1, *batches]), max([1, *heads])
 
     @property
@@ -370,7 +372,9 @@ def _score_options(operands: list[TensorSpec], settings: ScoreSettings, sequence
     check_companions(found, settings.dropout_p, are_data=sequences.are_data)
     found.pop("seed", None)
     for name, said in _FUNCTIONS.items():
-        found[said] = _function(said, [own for own in operands if own.name == name], settings, q.device)
+        read = [own for own in operands if own.name == name]
+        check_function_tensors(said, read, q.device)
+        found[said] = _function(getattr(settings, said), read, full, sequences)
     return ScoreOptions(**numbers, **found)
 
 
@@ -378,13 +382,18 @@ def _described(operand: TensorSpec) -> OperandSpec:
     return OperandSpec(tuple(operand.shape), tuple(operand.strides), operand.dtype)
 
 
-def _function(said: str, tensors: list[TensorSpec], settings: ScoreSettings,
-              device: torch.device) -> FunctionSpec | None:
-    """Check the tensors of a function of the user's, and describe it."""
-    check_function_tensors(said, tensors, device)
-    code = getattr(settings, said)
-    return None if code is None else FunctionSpec(code, tuple(own.dtype for own in tensors),
-                                                   any(math.prod(own.shape) > 2**31 for own in tensors))
+def _function(code: FunctionCode | None, tensors: list[TensorSpec], full: Sizes,
+              sequences: Sequences) -> FunctionSpec | None:
+    """Describe a function and its tensors; ``full``: (b, hq, sq, sk) of the call."""
+    if code is None:
+        return None
+    table = None
+    if code.kind is not None:
+        shape = tensors[0].shape
+        check_known_mask(code.kind, shape, full, is_packed=sequences.packed is not None)
+        table = shape[0], shape[1]
+    return FunctionSpec(code, tuple(own.dtype for own in tensors),
+                        any(math.prod(own.shape) > 2**31 for own in tensors), table)
 
 
 def _pairs(sequences: Sequences, b: int, hq: int, sq: int, sk: int) -> Sizes:
