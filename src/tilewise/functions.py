@@ -9,21 +9,24 @@ import dis
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 from weakref import WeakValueDictionary
 
 import torch as _torch  # of the two classes, torch is an attribute
 
 from tilewise.masks import Mask, TensorMask
 from tilewise.masks.operators import JoinsTensors
+from tilewise.support.generated import jit_function
 from tilewise.validate.functions import (
     check_count,
     check_is_kept,
+    check_joined,
     check_parts,
     check_picture,
     check_score_function,
     check_tensors,
     check_without_gradient,
+    tensors_of_joined,
 )
 
 
@@ -56,6 +59,7 @@ class FunctionCode:
         reads_batch, reads_head: whether the Triton function does anything with that argument.
         kind: of a mask function of the library's own, else None: its first tensor is (b|1, h|1, …), and nobody writes
             its tensors.
+        joined: of mask functions joined by ``&``: the codes of these, whose tensors follow one another; else none.
     """
 
     name: str
@@ -66,6 +70,12 @@ class FunctionCode:
     reads_batch: bool = True
     reads_head: bool = True
     kind: MaskKind | None = None
+    joined: tuple["FunctionCode", ...] = ()
+
+    @property
+    def parts(self) -> tuple["FunctionCode", ...]:
+        """The codes that it is joined of; itself, if of none."""
+        return self.joined or (self,)
 
 
 Tensors = tuple[_torch.Tensor, ...]
@@ -165,12 +175,19 @@ class MaskFunction(JoinsTensors):
     def __and__(self, other: "Mask | TensorMask | _torch.Tensor | MaskFunction") -> TensorMask:
         alone = TensorMask(Mask(), function=self)
         if isinstance(other, MaskFunction):
-            return alone & TensorMask(Mask(), function=other)
+            return TensorMask(Mask(), function=self.joined_with(other))
         if not isinstance(other, (Mask, TensorMask, _torch.Tensor)):
             return NotImplemented
         return alone & other
 
-    __rand__ = __and__
+    def __rand__(self, other: "Mask | TensorMask | _torch.Tensor") -> TensorMask:
+        if isinstance(other, TensorMask):
+            return other & TensorMask(Mask(), function=self)  # functions are joined in the order in which they stand
+        return self & other
+
+    def joined_with(self, other: "MaskFunction") -> "MaskFunction":
+        """Return one function that asks both."""
+        return JoinedMask(parts=(*_parts_of(self), *_parts_of(other)))
 
     @property
     def has_function(self) -> bool:
@@ -200,6 +217,46 @@ class MaskFunction(JoinsTensors):
 
     def __str__(self) -> str:
         return f"function {self.code.name}"
+
+
+@dataclass(frozen=True, eq=False)
+class JoinedMask(MaskFunction):
+    """Mask functions joined by ``&``, in one.
+
+    Attributes:
+        parts: these, none of them joined itself.
+    """
+
+    parts: tuple[MaskFunction, ...] = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        code = _joined_code(self.parts)
+        for name, value in {"triton": code.triton, "torch": code.torch, "code": code,
+                            "tensors": tuple([tensor for part in self.parts for tensor in part.tensors])}.items():
+            object.__setattr__(self, name, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rejoined, self.parts
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "JoinedMask":
+        return JoinedMask(parts=tuple([copy.deepcopy(part, memo) for part in self.parts]))
+
+    def with_tensors(self, *tensors: _torch.Tensor) -> NoReturn:
+        """Refuse: give one of the parts others, and join it again.
+
+        Raises:
+            InvalidInput: always.
+        """
+        raise tensors_of_joined(self)
+
+    def _visible_rows(self, first: int, stop: int, lengths: tuple[int, int],
+                      device: _torch.device | None = None) -> _torch.Tensor:
+        device = device or next((tensor.device for tensor in self.tensors), None)
+        rows = [part._visible_rows(first, stop, lengths, device) for part in self.parts]
+        return _torch.stack(rows).all(0)
+
+    def __str__(self) -> str:
+        return " & ".join(map(str, self.parts))
 
 
 class CallFunctions(NamedTuple):
@@ -270,6 +327,50 @@ def complete(function: ScoreFunction | MaskFunction, said: str, derivative: Call
         _BY_FUNCTIONS[key] = _BY_NAME[code.name] = code
     object.__setattr__(function, "tensors", tensors)
     object.__setattr__(function, "code", code)
+
+
+def _parts_of(mask: MaskFunction) -> tuple[MaskFunction, ...]:
+    return mask.parts if isinstance(mask, JoinedMask) else (mask,)
+
+
+def _rejoined(*parts: MaskFunction) -> JoinedMask:
+    return JoinedMask(parts=parts)
+
+
+def _joined_code(parts: tuple[MaskFunction, ...]) -> FunctionCode:
+    """Return the code of joined mask functions: one for the same ones in the same order."""
+    codes = tuple([part.code for part in parts])
+    in_triton, in_torch = (all(getattr(code, name) is not None for code in codes) for name in ("triton", "torch"))
+    check_joined(parts, is_any=in_triton or in_torch)
+    key = codes  # of living objects: the code, as long as it is here, keeps them
+    code = _BY_FUNCTIONS.get(key)
+    if code is None:
+        code = FunctionCode(" & ".join([own.name for own in codes]), _joined_triton(codes) if in_triton else None,
+                            _joined_torch(codes) if in_torch else None, None, sum(own.tensors for own in codes),
+                            any(own.reads_batch for own in codes), any(own.reads_head for own in codes), joined=codes)
+        _BY_FUNCTIONS[key] = _BY_NAME[code.name] = code
+    return code
+
+
+def _joined_triton(codes: tuple[FunctionCode, ...]) -> Any:
+    numbers = itertools.count()
+    tensors = [[f"tensor_{next(numbers)}" for _ in range(code.tensors)] for code in codes]
+    asked = [f"part_{i}({', '.join((*PAIR, *own))})" for i, own in enumerate(tensors)]
+    arguments = ", ".join((*PAIR, *itertools.chain(*tensors)))
+    return jit_function("joined", f"def joined({arguments}):\n    return {' & '.join(asked)}\n",
+                        {f"part_{i}": code.triton for i, code in enumerate(codes)})
+
+
+def _joined_torch(codes: tuple[FunctionCode, ...]) -> Callable[..., _torch.Tensor]:
+    def joined(batch: _torch.Tensor, head: _torch.Tensor, q_idx: _torch.Tensor, k_idx: _torch.Tensor,
+               *tensors: _torch.Tensor) -> _torch.Tensor:
+        visible = None
+        for code in codes:
+            says = cast(Any, code.torch)(batch, head, q_idx, k_idx, *tensors[:code.tensors])
+            visible, tensors = says if visible is None else visible & says, tensors[code.tensors:]
+        return cast(_torch.Tensor, visible)
+
+    return joined
 
 
 def _reads(function: Any, place: int) -> bool:

@@ -71,6 +71,7 @@ def functions_of(request):
     named = dict(option.split(":") for option in request.get("options", ()) if ":" in option)
     sizes = SimpleNamespace(b=1, hq=2, sq=4096, sk=4096)
     made = {"score": score_functions("cpu"), "mask": mask_functions("cpu") | known_masks(sizes, "cpu")}
+    made["mask"]["joined"] = (made["mask"]["tree"] & made["mask"]["chosen"]).function
     return {kind: made[kind][name] for kind, name in named.items()}
 
 

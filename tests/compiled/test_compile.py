@@ -144,7 +144,8 @@ def test_zero_fill_and_lengths_kernels_compile_without_a_spill(version, arch, ki
 
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("options", [["mask:chosen"], ["mask:dilated", "documents_q", "documents_k"],
-                                     ["mask:tree"], ["mask:intervals"], ["mask:blocks"], ["mask:prefixes"]], ids=str)
+                                     ["mask:tree"], ["mask:intervals"], ["mask:blocks"], ["mask:prefixes"],
+                                     ["mask:joined"]], ids=str)
 def test_what_builds_a_mask_plan_compiles_with_functions_of_the_users_own(version, options):
     """A division takes many registers: 3.6.0 spills 88 bytes of the bits' kernel where one is by the 64-bit head."""
     rows = compile_all(version, [{"arch": "sm_90", "kernel": kernel, "d": 128, "dtype": "bfloat16", "options": options,

@@ -92,6 +92,12 @@ def test_masks_of_tables_stay_within_error_budget(backend, case, name, device):
     call.assert_within_budget(*call.run(backend))
 
 
+def test_mask_functions_that_are_joined_stay_within_error_budget(backend, device):
+    known, own = known_masks(PLAIN, device), mask_functions(device)
+    call = Call(PLAIN, None, (known["blocks"] & own["chosen"] & known["intervals"]).function, device)
+    call.assert_within_budget(*call.run(backend))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_functions_stay_within_error_budget_in_half_precision(backend, dtype, device):
     call = Call(EVERYTHING, "damped", "dilated", device, dtype)

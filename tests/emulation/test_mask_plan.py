@@ -85,6 +85,7 @@ BUILT = {
                                                                  torch.randint(0, 220, (1, 3, 210))), (190, 210)),
     "blocks": (causal() & tw.documents(EACH) & tw.blocks(coins(1, 1, 5, 3), (64, 128)), (300, 300)),
     "prefixes": (tw.prefixes(torch.tensor([90, 0]), 10), (180, 200)),
+    "functions_joined": (FUNCTIONS["near"] & tw.prefixes(torch.tensor([90, 0])) & FUNCTIONS["behind"], (180, 180)),
     "few": (causal() & tw.documents(DOCUMENTS[65:75]), (10, 10)),
     "whole": (TensorMask(Mask(), torch.ones(1, 1, 256, 256, dtype=torch.bool)), (256, 256)),
 }

@@ -11,10 +11,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from conformance import functions as _functions
 from conformance.functions import chosen, chosen_twin, damped, mask_functions, relative, relative_twin, score_functions
-from tilewise import InvalidInput, UnsupportedProblem, attention, attention_varlen, causal, explain, functions
+from tilewise import (
+    InvalidInput,
+    UnsupportedProblem,
+    attention,
+    attention_varlen,
+    causal,
+    explain,
+    functions,
+    prefixes,
+    tree,
+)
 from tilewise.autograd.op import backward_op, forward_op
 from tilewise.functions import MaskFunction, ScoreFunction, call_functions, code_of, pair_indices
-from tilewise.problem.options import Operands, OperatorOptions
+from tilewise.problem import AttentionProblem
+from tilewise.problem.options import NO_SETTINGS, Operands, OperatorOptions
 from tilewise.support.caches import clear_caches
 
 # torch's own, of an autograd function that Dynamo instantiates.
@@ -65,9 +76,12 @@ _TENSOR = torch.zeros(3)
      "MaskFunction: tensors[0] is a float; allowed is a torch.Tensor."),
     (lambda: MaskFunction(chosen, tensors=[_TENSOR]).visible(2, 2),
      f"{MaskFunction(chosen, tensors=[_TENSOR])} has no torch function, which is what a picture is made of."),
-    (lambda: MaskFunction(torch=_even) & MaskFunction(torch=_even),
-     f"cannot combine {MaskFunction(torch=_even)} & {MaskFunction(torch=_even)}: a mask has one. Write one that asks "
-     "both."),
+    (lambda: MaskFunction(torch=_even) & MaskFunction(chosen, tensors=[_TENSOR]),
+     f"cannot combine {MaskFunction(torch=_even)} & {MaskFunction(chosen, tensors=[_TENSOR])}: one has a triton "
+     "function alone and another a torch function; give one of them both."),
+    (lambda: (MaskFunction(torch=_even) & MaskFunction(torch=_even)).function.with_tensors(),
+     f"cannot give {MaskFunction(torch=_even)} & {MaskFunction(torch=_even)} other tensors: give them to one of its "
+     "parts, and join these again."),
     (lambda: attention(*_qkv(), score_function=relative_twin),
      "score_function is a function; allowed is a tilewise.functions.ScoreFunction, or None."),
     (lambda: code_of("relative#-1"),
@@ -147,6 +161,66 @@ def test_a_code_tells_whether_a_mask_differs_by_batch_entry_or_head(function, re
     """From an argument that is not named: what a function does with one that it hands on, nobody looks at."""
     code = MaskFunction(function, chosen_twin, (_TENSOR,) * (function is _functions.behind)).code
     assert (code.reads_batch, code.reads_head) == reads
+
+
+def test_mask_functions_join_one_another():
+    kept = torch.tensor([1, 1, 0, 1])
+    even, some = MaskFunction(torch=_even), MaskFunction(torch=chosen_twin, tensors=[kept])
+    seen = torch.tensor([[True, True, True, False]])
+    expected = causal().visible(4, 4) & even.visible(4, 4) & (kept > 0) & seen
+    for mask in (causal() & even & some & seen, (even & causal()) & (some & seen), seen & (even & some) & causal(),
+                 causal() & (even & seen & some)):
+        assert torch.equal(mask.visible(4, 4)[0, 0], expected)
+        assert str(mask).endswith(f"{even} & {some}")
+        drawn = [[word == "■" for word in row.split()] for row in mask.show(4, 4).split("\n")]
+        assert torch.equal(torch.tensor(drawn), expected)
+        q, k, v = _qkv(sq=4, sk=4)
+        torch.testing.assert_close(attention(q, k, v, mask=mask), attention(q, k, v, mask=expected))
+
+
+def test_functions_that_are_joined_have_one_code_in_one_order():
+    even, some = MaskFunction(torch=_even), MaskFunction(torch=chosen_twin, tensors=[_TENSOR])
+    code = (even & some).function.code
+    assert code is (even & some.with_tensors(_TENSOR + 1)).function.code
+    assert code.name == f"{even.code.name} & {some.code.name}"
+    assert code is not (some & even).function.code
+    assert ((even & some) & even).function.code is (even & (some & even)).function.code, "a join is joined of no joins"
+    assert code.parts == (even.code, some.code)
+    name = (even & MaskFunction(torch=lambda *_: True)).function.code.name
+    gc.collect()
+    with pytest.raises(InvalidInput, match="is no more"):
+        code_of(name)
+
+
+def test_a_join_reads_what_one_of_its_parts_reads():
+    near, head = MaskFunction(_functions.near), MaskFunction(_functions.dilated)
+    firsts = MaskFunction(_functions.behind, tensors=[torch.tensor([1, 0])])
+
+    def problem_of(mask):
+        return AttentionProblem.from_tensors(*_qkv(), Operands(mask_tensors=mask.tensors),
+                                             settings=NO_SETTINGS._replace(mask_function=mask.code))
+
+    for mask, distinct, may_change in (
+            (near & near, (1, 1), False), (near & head, (1, 4), False), (firsts & near, (2, 1), True),
+            (near & tree(torch.zeros(6, dtype=torch.int64), [-1]), (1, 1), False),
+            (head & prefixes(torch.tensor([1, 2])), (2, 4), False),
+            (prefixes(torch.tensor([1])) & firsts, (2, 1), True)):
+        problem = problem_of(mask.function)
+        assert problem.distinct_masks == distinct
+        assert problem.scores.mask_function.may_change is may_change
+    wrong = near & tree(torch.zeros(5, dtype=torch.int64), [-1])
+    assert _message(lambda: problem_of(wrong.function)) == (
+        "mask is tree of 5 tokens, made for 5 queries, and the call has 6.")
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))],
+                         ids=["deepcopy", "pickle"])
+def test_a_copy_of_a_join_has_copies_of_its_parts(copied):
+    mask = tree(torch.tensor([0, 0, 1, 1]), [-1, 0]) & MaskFunction(torch=_table_says, tensors=[torch.arange(4)])
+    other = copied(mask)
+    assert other.function.code is mask.function.code
+    assert torch.equal(other.visible(4, 4), mask.visible(4, 4))
+    assert all(one is not own for one, own in zip(other.function.tensors, mask.function.tensors, strict=True))
 
 
 def _doubled(score, batch, head, q_idx, k_idx, table):

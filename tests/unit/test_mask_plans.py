@@ -161,7 +161,7 @@ def test_the_plan_of_a_function_is_kept_unless_it_reads_tensors_of_the_callers(t
 
 def test_the_plan_of_a_mask_that_the_library_made_is_kept_as_long_as_its_tensors_live():
     code = FunctionCode("tree", None, None, None, 2, kind=MaskKind("tree"))
-    planner = Planner(mask_function=FunctionSpec(code, (torch.int32, torch.int64), table=(1, 1)))
+    planner = Planner(mask_function=FunctionSpec(code, (torch.int32, torch.int64), tables=((1, 1),)))
     operands = [NO_OPERANDS._replace(mask_tensors=(torch.zeros(1, 1, 8, 2), torch.zeros(2))) for _ in range(2)]
     plans = [plan_with(planner, own) for own in (*operands, *operands)]
     assert planner.calls == 2
@@ -282,7 +282,7 @@ def test_clear_caches_drops_every_plan():
     (problem_of(**function_of()), 8 * 576 * 512), (problem_of(**function_of(reads_head=False)), 2 * 576 * 512),
     (problem_of(**function_of(reads_batch=False)), 4 * 576 * 512),
     (problem_of(**function_of(reads_batch=False, reads_head=False)), 576 * 512),
-    (problem_of(mask_function=function_of()["mask_function"]._replace(table=(2, 1))), 2 * 576 * 512),
+    (problem_of(mask_function=function_of()["mask_function"]._replace(tables=((2, 1),))), 2 * 576 * 512),
 ], ids=str)
 def test_a_plan_has_a_bit_a_pair_of_padded_tiles_of_each_mask_that_differs(problem, pairs):
     assert plan_bytes(problem) == pairs // 8

@@ -198,7 +198,8 @@ FUNCTION = FunctionSpec(FunctionCode("sees", None, None, None, 0, reads_batch=Fa
 TILED = BOOLEAN | {"tiles_q": facts(9), "tiles_k": facts(9)}
 PLANS = {"documents": {"scores": ScoreOptions(**DOCUMENTS)}, "boolean": {"scores": ScoreOptions(**BOOLEAN)},
          "function": {"scores": ScoreOptions(mask_function=FUNCTION)},
-         "function_of_tensors": {"scores": ScoreOptions(mask_function=FUNCTION._replace(dtypes=(torch.int32,)))},
+         "function_of_tensors": {"scores": ScoreOptions(mask_function=FUNCTION._replace(
+             code=replace(FUNCTION.code, tensors=1), dtypes=(torch.int32,)))},
          "tiled": {"scores": ScoreOptions(**TILED)}, "prefix": {"mask": prefix(100)},
          "causal_documents": {"mask": causal(), "scores": ScoreOptions(**DOCUMENTS)},
          "boolean_of_documents": {"scores": ScoreOptions(**DOCUMENTS, **BOOLEAN)},

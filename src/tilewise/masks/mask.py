@@ -219,14 +219,14 @@ class TensorMask(JoinsTensors):
         if self.documents is not None and other.documents is not None:
             raise InvalidInput("cannot combine documents & documents: a mask has one. Give each pair of ids a number "
                                "of its own, and pass those.")
+        function = other.function if self.function is None else self.function
         if self.function is not None and other.function is not None:
-            raise InvalidInput(f"cannot combine {self.function} & {other.function}: a mask has one. Write one that "
-                               "asks both.")
+            function = self.function.joined_with(other.function)
         tensor = self.tensor if other.tensor is None else other.tensor
         if self.tensor is not None and other.tensor is not None:
             tensor = self.tensor & other.tensor
         return TensorMask(self.band & other.band, tensor, self.documents or other.documents,
-                          function=other.function if self.function is None else self.function)
+                          function=function)
 
     def __rand__(self, other: "Mask | torch.Tensor") -> "TensorMask":
         return self & other

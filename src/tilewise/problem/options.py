@@ -232,22 +232,29 @@ class FunctionSpec(NamedTuple):
         code: the function.
         dtypes: of its tensors.
         is_large: whether one of them has over 2^31 elements.
-        table: of a mask of the library's own: the batch entries and heads of its table; else None.
+        tables: of each mask function that it is joined of, the batch entries and heads of its table if it is one of
+            the library's own, else None; () = all None.
     """
 
     code: FunctionCode
     dtypes: tuple[torch.dtype, ...]
     is_large: bool = False
-    table: tuple[int, int] | None = None
+    tables: tuple[tuple[int, int] | None, ...] = ()
 
     @property
     def may_change(self) -> bool:
         """Whether it reads tensors of the caller's, which may hold something else in the next call."""
-        return self.table is None and bool(self.dtypes)
+        return any(table is None and part.tensors for part, table in self._parts)
 
     def distinct_masks(self, b: int, hq: int) -> tuple[int, int]:
         """How many of so many batch entries and heads have a mask of their own: 1 where all share one."""
-        return self.table or (b if self.code.reads_batch else 1, hq if self.code.reads_head else 1)
+        sizes = [table or (b if part.reads_batch else 1, hq if part.reads_head else 1) for part, table in self._parts]
+        return max(size[0] for size in sizes), max(size[1] for size in sizes)
+
+    @property
+    def _parts(self) -> list[tuple[FunctionCode, tuple[int, int] | None]]:
+        parts = self.code.parts
+        return list(zip(parts, self.tables or (None,) * len(parts), strict=True))
 
 
 class ScoreSettings(NamedTuple):

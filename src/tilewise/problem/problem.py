@@ -387,13 +387,15 @@ def _function(code: FunctionCode | None, tensors: list[TensorSpec], full: Sizes,
     """Describe a function and its tensors; ``full``: (b, hq, sq, sk) of the call."""
     if code is None:
         return None
-    table = None
-    if code.kind is not None:
-        shape = tensors[0].shape
-        check_known_mask(code.kind, shape, full, is_packed=sequences.packed is not None)
-        table = shape[0], shape[1]
+    tables, first = [], 0
+    for part in code.parts:
+        if part.kind is not None:
+            shape = tensors[first].shape
+            check_known_mask(part.kind, shape, full, is_packed=sequences.packed is not None)
+        tables.append(None if part.kind is None else (shape[0], shape[1]))
+        first += part.tensors
     return FunctionSpec(code, tuple(own.dtype for own in tensors),
-                        any(math.prod(own.shape) > 2**31 for own in tensors), table)
+                        any(math.prod(own.shape) > 2**31 for own in tensors), tuple(tables))
 
 
 def _pairs(sequences: Sequences, b: int, hq: int, sq: int, sk: int) -> Sizes:

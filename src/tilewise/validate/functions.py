@@ -68,6 +68,18 @@ def check_picture(function: Any) -> None:
         raise InvalidInput(f"{function} has no torch function, which is what a picture is made of.")
 
 
+def check_joined(parts: Iterable[object], *, is_any: bool) -> None:
+    """Raise :class:`InvalidInput` for functions that no backend takes together."""
+    if not is_any:
+        raise InvalidInput(f"cannot combine {' & '.join(map(str, parts))}: one has a triton function alone and another "
+                           "a torch function; give one of them both.")
+
+
+def tensors_of_joined(mask: object) -> InvalidInput:
+    """Make the error for other tensors of several functions at once."""
+    return InvalidInput(f"cannot give {mask} other tensors: give them to one of its parts, and join these again.")
+
+
 def check_is_kept(name: str, code: object) -> None:
     """Raise :class:`InvalidInput` for a function that nobody keeps any more."""
     if code is None:
