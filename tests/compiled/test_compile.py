@@ -157,6 +157,17 @@ def test_what_builds_a_mask_plan_compiles_with_functions_of_the_users_own(versio
         assert row["stack"] <= 128, row
 
 
+@pytest.mark.parametrize("version", VERSIONS)
+def test_functions_of_generated_text_compile_within_shared_memory(version):
+    rows = compile_all(version, [{"arch": "sm_90", "kernel": kernel, "d": 64, "dtype": "bfloat16", "descriptors": True,
+                                  "mask": MASKS["causal"], "options": ["score:traced"]}
+                                 for kernel in ("forward", "dkdv", "dq")])
+    assert len(rows) == 3
+    for row in rows:
+        assert row["shared"] <= row["limit"], row
+        assert row["stack"] <= OPTIONS_SPILL_BOUND["sm_90"], row
+
+
 @spread(["score:relative"], ["score:damped"], ["mask:chosen"], ["mask:tree"], ["mask:blocks"],
         ["score:damped", "mask:dilated", *OPTIONS])
 def test_kernels_with_functions_of_the_users_own_compile_within_shared_memory(version, arch, kind):

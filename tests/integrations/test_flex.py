@@ -192,8 +192,10 @@ def test_a_compiled_call_without_lse_needs_no_gradient_through_it(monkeypatch):
 
 def test_what_cannot_be_translated_raises():
     leaves = inputs()
-    with pytest.raises(UnsupportedProblem, match="score_mod is a function of Python's own, which nothing here"):
-        flex_attention(*leaves, lambda score, b, h, q_idx, kv_idx: score + 1)
+    with pytest.raises(UnsupportedProblem, match=r"score_mod <lambda> has what no Triton is made of: erf\(Symbol\)\."):
+        flex_attention(*leaves, lambda score, b, h, q_idx, kv_idx: torch.erf(score))
+    with pytest.raises(InvalidInput, match="score_mod is a float; allowed is a function, or None"):
+        flex_attention(*leaves, 3.0)
     with pytest.raises(InvalidInput, match="of 300 queries and 300 keys, and query and key have 200 and 300: make one"):
         flex_attention(leaves[0][:, :, :200], *leaves[1:], block_mask=made("causal"))
     with pytest.raises(InvalidInput, match="block_mask is a list; allowed is a BlockMask, a mask of tilewise's"):

@@ -1,9 +1,9 @@
-"""FlexAttention's call, for what can be translated: no compiling, and no score_mod of one's own in Python.
+"""FlexAttention's call, for what can be translated, without compiling a graph.
 
 A ``BlockMask`` becomes a boolean tensor, by its blocks and its ``mask_mod``, and lists of its visible tiles: made once,
 in queries x keys bytes, and kept as long as the mask lives. Masks of tilewise's own are taken in its place, and cost no
-such tensor. A ``score_mod`` is one of :func:`softcap` and :func:`alibi`, which FlexAttention itself takes as well, or a
-:class:`tilewise.functions.ScoreFunction`.
+such tensor. A ``score_mod`` in Python is traced in each call (flex_tracing.py). Those of :func:`softcap` and
+:func:`alibi`, which FlexAttention itself takes as well, are options of the call, for which there are faster kernels.
 """
 
 from collections.abc import Callable
@@ -16,10 +16,11 @@ import torch
 from tilewise.api import attention
 from tilewise.errors import InvalidInput, UnsupportedProblem
 from tilewise.functions import MaskFunction, ScoreFunction
+from tilewise.integrations.flex_tracing import traced_score
 from tilewise.integrations.torch_sdpa import _check_heads, wants
 from tilewise.masks import Mask, TensorMask, window
 
-__all__ = ["alibi", "flex_attention", "softcap"]
+__all__ = ["alibi", "flex_attention", "softcap", "traced_score"]
 
 Visible = Mask | TensorMask | MaskFunction
 _FROM_THE_FIRST = window(None, None, "top_left")  # hides nothing: distances are those of indices
@@ -60,14 +61,16 @@ def alibi(slopes: torch.Tensor) -> ScoreMod:
 
 
 def flex_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-                   score_mod: ScoreMod | ScoreFunction | None = None, block_mask: Any = None,
+                   score_mod: Callable[..., Any] | ScoreFunction | None = None, block_mask: Any = None,
                    scale: float | None = None, enable_gqa: bool = False, return_lse: bool = False,
                    kernel_options: dict[str, Any] | None = None, *, return_aux: Any = None) -> Any:
     """Attend as :func:`torch.nn.attention.flex_attention.flex_attention`.
 
     Args:
         query, key, value: (b, hq, sq, d), (b|1, hk, sk, d) and (b|1, hk, sk, dv).
-        score_mod: made by :func:`softcap` or :func:`alibi`, a :class:`tilewise.functions.ScoreFunction`, or None.
+        score_mod: (score, b, h, q_idx, kv_idx) -> score, of elementwise operations and tensors read at positions, as
+            :func:`traced_score` takes it; what :func:`softcap`, :func:`alibi` or :func:`traced_score` have made; a
+            :class:`tilewise.functions.ScoreFunction`; or None.
         block_mask: a ``BlockMask``, a mask of tilewise's, or None. What a ``BlockMask`` sees is read at its first call.
         scale: None = 1/sqrt(d).
         enable_gqa: allow hq to be a multiple of hk.
@@ -79,7 +82,7 @@ def flex_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
         out, (b, hq, sq, dv), 0 where a query sees no key; lse and max_scores, (b, hq, sq), float32, -inf there.
 
     Raises:
-        UnsupportedProblem: score_mod is a function of Python's own.
+        UnsupportedProblem: score_mod does what has no counterpart in Triton; it is named.
         InvalidInput: the ``BlockMask`` is of other lengths, or as :func:`tilewise.attention`.
 
     >>> q = torch.randn(1, 4, 64, 16)
@@ -116,9 +119,13 @@ def _score_options(score_mod: object) -> dict[str, Any]:
         return {"score_function": score_mod}
     if isinstance(score_mod, ScoreMod):
         return score_mod.options
-    raise UnsupportedProblem(f"score_mod is a {type(score_mod).__name__} of Python's own, which nothing here compiles; "
-                             "allowed are None, softcap(...) and alibi(...) of tilewise.integrations.flex, and a "
-                             "tilewise.functions.ScoreFunction, which has the formula in Triton.", {})
+    if not callable(score_mod):
+        raise InvalidInput(f"score_mod is a {type(score_mod).__name__}; allowed is a function, or None.")
+    if torch.compiler.is_compiling():
+        raise UnsupportedProblem(f"score_mod is a {type(score_mod).__name__} of Python's own inside torch.compile; "
+                                 "allowed there are None, softcap(...) and alibi(...) of tilewise.integrations.flex, "
+                                 "and what its traced_score(...) has returned outside.", {})
+    return {"score_function": traced_score(score_mod)}
 
 
 def _mask(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> Visible:
