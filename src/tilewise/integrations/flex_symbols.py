@@ -78,8 +78,6 @@ _TORCH_NAMES = {  # a function or a method of torch's -> an operation
     "less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge", "not_equal": "ne"}
 _CASTS = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16,
           "int": torch.int32, "long": torch.int64, "bool": torch.bool}
-
-
 _METHODS = {*_TORCH_NAMES, *_CASTS, "to", "type", "clamp", "clip", "pow"}
 
 
