@@ -86,7 +86,8 @@ def compare(mesh, name, layout, schedule):
         mask = documents if mask is None else mask & documents
     used = [torch.tensor([max(0, length - number % 3) for number, length in enumerate(own)], device=device)
             if case.used else None for own in (case.lengths, lengths_k)]
-    options = {"cu_seqlens_q": borders(case.lengths).to(device), "mask": mask, "softcap": case.softcap, "return_aux": case.aux,
+    options = {"cu_seqlens_q": borders(case.lengths).to(device), "mask": mask,
+               "softcap": case.softcap, "return_aux": case.aux,
                "cu_seqlens_k": None if case.lengths_k is None else borders(lengths_k).to(device), "seqused_q": used[0],
                "seqused_k": used[1], "backend": "reference"}
     if case.bias or case.visible:
