@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.gpu,
 SCHEDULES = ("ring", "all_gather", "ulysses")
 WINDOW = tw.causal() & tw.window(150, 0) & tw.sink_tokens(4)
 OF_KERNELS = [
+    Case("long", 6000, b=1, hq=8, hk=2, d=128, dv=128, mask=tw.causal(), dtype=torch.bfloat16),
     Case("causal", 700, hq=8, hk=2, d=128, dv=128, mask=tw.causal(), dtype=torch.bfloat16),
     Case("sink_tokens", 700, hq=8, hk=2, d=64, dv=64, mask=WINDOW, sinks=True, softcap=20.0, dtype=torch.bfloat16),
     Case("documents", 700, hq=8, hk=8, d=128, dv=128, mask=tw.causal(), documents=5, dtype=torch.bfloat16),
@@ -38,8 +39,9 @@ def wrong(results, tolerance):
     return [{name: error for name, error in found.items() if not error <= tolerance} for found in results]
 
 
+# The reference gives a sequence bits that depend on its batch on a GPU, and refuses deterministic=True.
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("case", equality.CASES, ids=str)
+@pytest.mark.parametrize("case", [case for case in equality.CASES if not case.deterministic], ids=str)
 def test_results_and_gradients_are_those_of_one_device(gpus, ranks, case, schedule):
     if schedule in case.refused:
         pytest.skip(case.refused[schedule])

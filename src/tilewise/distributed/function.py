@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from tilewise.backends.base import Results
 from tilewise.distributed.blocks import (
     Call,
     Summed,
@@ -92,16 +93,30 @@ class _KeyGradients:
 
     def __init__(self, planned: Planned, k: torch.Tensor, v: torch.Tensor) -> None:
         self._planned, self._like = planned, (k, v)
-        self._sums = tuple([torch.zeros_like(tensor, dtype=sum_dtype(tensor)) for tensor in (k, v)])
+        self._made: Tensors | None = None
         self._under_way: tuple[Step, Transfer, dict[int, torch.Tensor]] | None = None
 
+    @property
+    def _sums(self) -> Tensors:
+        if self._made is None:
+            self._made = tuple([torch.zeros_like(tensor, dtype=sum_dtype(tensor)) for tensor in self._like])
+        return self._made
+
     def send(self, step: Step, gradients: Tensors) -> None:
-        """Add what a step made for the own keys, and send the others' on their way to them."""
+        """Add what a step made for the own keys, and send the others' on their way to them.
+
+        The first gradients are kept, and changed, if they are of all own keys.
+        """
         rank, sends, receives = self._planned.rank, {}, {}
-        for total, gradient in zip(self._sums, gradients, strict=True):
-            for part in step.parts:
-                if part.rank == rank:
-                    _rows(total, part.rows, step.heads).add_(gradient[:, :, part.at.start:part.at.stop])
+        if self._made is None and [part.rank for part in step.parts] == [rank] and all(
+                gradient.shape == own.shape and gradient.dtype is sum_dtype(own)
+                for gradient, own in zip(gradients, self._like, strict=True)):
+            self._made = gradients
+        else:
+            for total, gradient in zip(self._sums, gradients, strict=True):
+                for part in step.parts:
+                    if part.rank == rank:
+                        _rows(total, part.rows, step.heads).add_(gradient[:, :, part.at.start:part.at.stop])
         for peer, parts in step.received(rank).items():
             sends[peer] = pack(gradient[:, :, part.at.start:part.at.stop].to(total.dtype)
                                for gradient, total in zip(gradients, self._sums, strict=True) for part in parts)
@@ -143,10 +158,8 @@ class _Sum:
             self._only = part
             return
         if self._total is None:
-            self._total = torch.zeros_like(self._like, dtype=sum_dtype(self._like))
-            if self._only is not None:
-                self._total.add_(self._only)
-                self._only = None
+            only, self._only, dtype = self._only, None, sum_dtype(self._like)
+            self._total = torch.zeros_like(self._like, dtype=dtype) if only is None else only.to(dtype)
         self._total[where].add_(part)
 
     def get(self) -> torch.Tensor:
@@ -167,28 +180,30 @@ class StepsFunction(torch.autograd.Function):
                 bias: torch.Tensor | None, slopes: torch.Tensor | None, sinks: torch.Tensor | None) -> Tensors:
         """Return out, lse and, where the options want it, max_logit."""
         call, steps, summed = planned.call, planned.steps, planned.summed
-        results = PartialResults(q, v.shape[3], call.options.max_logit)
+        parts = PartialResults(q, v.shape[3], max_logit=call.options.max_logit, summed=summed.out)
         coming = _Keys(planned, steps[0], k, v)
         for number, step in enumerate(steps):
             keys, coming = coming, _Keys(planned, steps[number + 1], k, v) if number + 1 < len(steps) else coming
             own_k, own_v = keys.get()
             heads = call.query_heads(step.heads)
             for block in step.blocks:
-                results.add(heads, block.queries, attend_to_block(
-                    call, block, heads, (q, own_k, own_v), float32_results=summed.out))
+                parts.add(heads, block.queries, Results(*attend_to_block(
+                    call, block, heads, (q, own_k, own_v), float32_results=summed.out)))
         if sinks is not None:
-            results.add_sinks(sinks)
+            parts.add_sinks(sinks)
             for rows in planned.padding:
-                results.lse[:, :, rows.start:rows.stop] = float("-inf")
-        strides = dense_strides((*q.shape[:3], v.shape[3]), q.stride())
-        out = torch.empty_strided(results.out.shape, strides, dtype=q.dtype, device=q.device).copy_(results.out)
+                parts.results.lse[:, :, rows.start:rows.stop] = float("-inf")
+        out, lse, max_logit = parts.results
+        strides = dense_strides(out.shape, q.stride())
+        if out.dtype is not q.dtype or out.stride() != strides:
+            out = torch.empty_strided(out.shape, strides, dtype=q.dtype, device=q.device).copy_(out)
         ctx.planned = planned
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, out, results.lse, bias, slopes, sinks)
-        if results.max_logit is None:
-            return out, results.lse
-        ctx.mark_non_differentiable(results.max_logit)
-        return out, results.lse, results.max_logit
+        ctx.save_for_backward(q, k, v, out, lse, bias, slopes, sinks)
+        if max_logit is None:
+            return out, lse
+        ctx.mark_non_differentiable(max_logit)
+        return out, lse, max_logit
 
     @staticmethod
     @once_differentiable

@@ -15,33 +15,58 @@ def sum_dtype(like: torch.Tensor) -> torch.dtype:
 class PartialResults:
     """The results of some query rows so far.
 
-    Sums are float32 (float64 of float64 inputs), whatever the dtype of the parts: a result does not depend on the
-    number of parts by more than its own rounding.
-
-    Attributes:
-        out: (b, hq, s, dv), normalised by the softmax of the keys so far; 0 where there was none.
-        lse: (b, hq, s); -inf where there was none.
-        max_logit: (b, hq, s) or None.
+    Args:
+        q: (b, hq, s, d), of the rank.
+        dv: head dim of out.
+        max_logit: whether it is wanted.
+        summed: whether several parts have the same heads and rows. Their sums are float32 (float64 of float64 inputs),
+            whatever the dtype of the parts: a result does not depend on the number of parts by more than its own
+            rounding. Else each part is the result of its heads and rows, and stays as it is.
     """
 
-    def __init__(self, q: torch.Tensor, dv: int, max_logit: bool) -> None:
-        dtype = sum_dtype(q)
-        self.out = q.new_zeros((*q.shape[:3], dv), dtype=dtype)
-        self.lse = q.new_full(q.shape[:3], float("-inf"), dtype=dtype)
-        self.max_logit = self.lse.clone() if max_logit else None
+    def __init__(self, q: torch.Tensor, dv: int, *, max_logit: bool, summed: bool) -> None:
+        self._like, self._max_logit, self._summed = q, max_logit, summed
+        self._shape = torch.Size((*q.shape[:3], dv))
+        self._dtype = sum_dtype(q) if summed else q.dtype
+        self._results: Results | None = None
 
-    def add(self, heads: Span, rows: Span, part: tuple[torch.Tensor, ...]) -> None:
-        """Add a part: out, lse and, where it is wanted, max_logit of some heads and rows."""
+    @property
+    def results(self) -> Results:
+        """What there is so far, to be changed in place.
+
+        out: (b, hq, s, dv), normalised by the softmax of the keys so far; 0 where there was none. lse: (b, hq, s); -inf
+        where there was none. max_logit: as lse, or None.
+        """
+        if self._results is None:
+            q = self._like
+            lse = q.new_full(q.shape[:3], float("-inf"), dtype=sum_dtype(q))
+            self._results = Results(q.new_zeros(self._shape, dtype=self._dtype), lse,
+                                    lse.clone() if self._max_logit else None)
+        return self._results
+
+    def add(self, heads: Span, rows: Span, part: Results) -> None:
+        """Add a part: the results of some heads and rows. The first one is kept, and changed, if it has all of them."""
+        if self._results is None and part.out.shape == self._shape and part.out.dtype is self._dtype:
+            self._results = part
+            return
         where = (slice(None), slice(heads.start, heads.stop), slice(rows.start, rows.stop))
-        largest = None if self.max_logit is None else self.max_logit[where]
-        _merge(Results(self.out[where], self.lse[where], largest), Results(*part))
+        out, lse, max_logit = self.results
+        own = Results(out[where], lse[where], None if max_logit is None else max_logit[where])
+        if self._summed:
+            _merge(own, part)
+            return
+        own.out.copy_(part.out)
+        own.lse.copy_(part.lse)
+        if own.max_logit is not None and part.max_logit is not None:
+            own.max_logit.copy_(part.max_logit)
 
     def add_sinks(self, sinks: torch.Tensor) -> None:
         """Let the sinks, (hq,), enter the denominator, once for all keys."""
-        total = torch.logaddexp(self.lse, sinks.to(self.lse.dtype)[:, None])
+        out, lse, _ = self.results
+        total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
         shift = total.masked_fill(total == float("-inf"), 0.0)
-        self.out.mul_((self.lse - shift).exp_().unsqueeze(-1))
-        self.lse = total
+        out.mul_((lse - shift).exp_().unsqueeze(-1))
+        lse.copy_(total)
 
 
 def _merge(result: Results, part: Results) -> None:

@@ -54,7 +54,6 @@ def merge_partial_kernel(out, lse, max_logit, part_out, part_lse, part_max, numb
     is_empty = weight == 0.0
     subtracted = shift + LN2 * tl.log2(tl.where(is_empty, 1.0, weight))
     total = tl.where(is_empty, float("-inf"), subtracted)
-    tl.store(lse_ptrs, total, mask=inside)
 
     offs_d = tl.arange(0, BLOCK_D)
     there = inside[:, None] & (offs_d < DV)[None, :]
@@ -63,6 +62,8 @@ def merge_partial_kernel(out, lse, max_logit, part_out, part_lse, part_max, numb
     out_ptrs = out_rows[:, None] + (offs_d * out.stride_d)[None, :]
     so_far = tl.load(out_ptrs, mask=there, other=0.0)  # [ROWS, BLOCK_D]
     part = tl.load(part_rows[:, None] + (offs_d * part_out.stride_d)[None, :], mask=there, other=0.0)  # [ROWS, BLOCK_D]
+    tl.debug_barrier()  # several threads have read each row's numbers, and each writes them: not before all have read
+    tl.store(lse_ptrs, total, mask=inside)
     kept, new = tl.exp2((before - subtracted) * LOG2E), tl.exp2((added - subtracted) * LOG2E)
     tl.store(out_ptrs, so_far * kept[:, None] + part.to(tl.float32) * new[:, None], mask=there)
     if max_logit is not None:
@@ -72,6 +73,7 @@ def merge_partial_kernel(out, lse, max_logit, part_out, part_lse, part_max, numb
         part_max_ptrs += rows * part_max.stride_s
         largest = tl.load(max_ptrs, mask=inside, other=0.0)
         of_part = tl.load(part_max_ptrs, mask=inside, other=0.0)
+        tl.debug_barrier()
         tl.store(max_ptrs, tl.maximum(largest, of_part, propagate_nan=tl.PropagateNan.ALL), mask=inside)
 
 
