@@ -218,6 +218,21 @@ def write(found: dict[str, Any], out: Path | None) -> None:
         writer.writerow(found)
 
 
+def table(path: Path) -> str:
+    """Return rows as Markdown: of each call and schedule its time, and what share of ideal that is."""
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    schedules = list(dict.fromkeys(row["schedule"] for row in rows))
+    calls: dict[str, dict[str, str]] = {}
+    for row in rows:
+        name = f"{row['mask']}, {row['layout']}, {row['tokens_per_rank']} tokens a rank, {row['direction']}"
+        cell = f"{float(row['median_ms']):.2f} ms, {float(row['share_of_ideal']):.2f}"
+        calls.setdefault(name, {"ideal": f"{float(row['ideal_ms']):.2f} ms"})[row["schedule"]] = cell
+    lines = [f"| call | ideal | {' | '.join(schedules)} |", "|---|" + "---:|" * (1 + len(schedules))]
+    return "\n".join(lines + [f"| {name} | {' | '.join(cells.get(column, '') for column in ('ideal', *schedules))} |"
+                              for name, cells in calls.items()])
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Time, and let the first rank write."""
     options = parsed(arguments)

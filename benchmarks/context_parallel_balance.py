@@ -319,6 +319,17 @@ def write(row: Row, out: Path | None) -> None:
         writer.writerow([f"{value:.6g}" if isinstance(value, float) else value for value in asdict(row).values()])
 
 
+def table(path: Path) -> str:
+    """Return rows as Markdown: of each call its slowest rank, balance and overhead."""
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    lines = ["| call | ranks | slowest rank | balance | by pairs | overhead |", "|---|" + "---:|" * 5]
+    lines += [f"| {row['schedule']}, {row['mask']}, {row['layout']}, {row['direction']} | {row['ranks']} of "
+              f"{row['tokens_per_rank']} | {float(row['slowest_ms']):.2f} ms | {float(row['balance']):.2f} | "
+              f"{float(row['pairs_balance']):.2f} | {100 * float(row['overhead']):.0f} % |" for row in rows]
+    return "\n".join(lines)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Time, print and write."""
     options = parsed(arguments)

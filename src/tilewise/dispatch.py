@@ -26,9 +26,9 @@ from tilewise.tuning.device import device_spec
 from tilewise.tuning.heuristics_hopper import prefers_gluon
 from tilewise.validate.choices import check_backend
 
-# Serve the calls that name them and no others. On an H200 cudnn was faster than the kernels chosen without a name in 16
-# of the 192 cells of the grid packed-kv, all with 512 or 1024 queries a sequence, and took 0.83 of their time at least
-# (docs/results.md). In other grids torch's operator of cuDNN was timed, and this backend was not.
+# Serve the calls that name them and no others. On an H200 cudnn was faster than the kernels chosen without a name in
+# none of the 192 cells of the grid packed-kv (docs/results.md). In other grids torch's operator of cuDNN was timed, and
+# this backend was not.
 ON_REQUEST = ("cudnn",)
 # Multiply what is hidden by 0, where the others do not look, if lengths are data: NaN there reaches their results.
 FINITE_PADDING = ("cudnn",)

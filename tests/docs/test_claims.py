@@ -84,8 +84,7 @@ def packed_kv():
 def backend_cudnn():
     peer = ("tilewise:cudnn",)
     found, late = ratios(PACKED_KV, peer), queries_behind(PACKED_KV, peer)
-    assert set(late) == {512, 1024}
-    return [f"{len(late)} of the {len(found)} cells of"]
+    return [f"{len(late) or 'none'} of the {len(found)} cells of"]
 
 
 def decoding():
