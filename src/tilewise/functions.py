@@ -57,8 +57,8 @@ class FunctionCode:
         triton, torch, derivative: as in :class:`ScoreFunction`.
         tensors: how many it reads.
         reads_batch, reads_head: whether the Triton function does anything with that argument.
-        kind: of a mask function of the library's own, else None: its first tensor is (b|1, h|1, …), and nobody writes
-            its tensors.
+        kind: of a mask function of the library's own, else None: its first tensor is (b|1, h|1, …), and its
+            tensors are never written.
         joined: of mask functions joined by ``&``: the codes of these, whose tensors follow one another; else none.
     """
 

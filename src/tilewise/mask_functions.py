@@ -1,7 +1,7 @@
 """Masks of the library's own that are mask functions: trees, intervals of hidden queries, blocks, prefixes.
 
 Each is a :class:`tilewise.functions.MaskFunction` whose Triton function and torch twin are here already; what a call
-wants to say are its tensors. These the constructors make anew, and nobody else writes them: what backends derive from
+wants to say are its tensors. These the constructors make anew, and no caller writes them: what backends derive from
 them may be kept as long as they live. Nothing is waited for on the device.
 """
 

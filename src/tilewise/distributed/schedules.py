@@ -45,12 +45,12 @@ class ScheduleExplanation:
     def __str__(self) -> str:
         lines = [self.subject]
         for name, reason in self.reasons.items():
-            verdict = "chosen" if name == self.chosen else "could serve" if reason is None else f"no: {reason}"
+            outcome = "chosen" if name == self.chosen else "could serve" if reason is None else f"no: {reason}"
             estimate = self.estimates.get(name)
             modelled = "" if estimate is None else (
                 f"modelled forward {estimate.seconds * 1e6:.0f} us, slowest rank receives {estimate.bytes_received} "
                 f"bytes and computes {estimate.pairs} pairs a head; ")
-            lines.append(f"  {name:<10} {modelled}{verdict}")
+            lines.append(f"  {name:<10} {modelled}{outcome}")
         return "\n".join(lines)
 
 
