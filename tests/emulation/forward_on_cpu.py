@@ -9,19 +9,40 @@ from emulation.hopper_calls import bound_forward
 from emulation.plan_on_cpu import plan_constants
 from tilewise.kernels.hopper import mask_plan, mask_ranges, pipeline, products, softmax, varlen
 from tilewise.kernels.hopper import tile_scheduler as tiles
-from tilewise.kernels.hopper.forward import epilogue, split_kv
+from tilewise.kernels.hopper.forward import dropout, epilogue, scores, split_kv
 from tilewise.kernels.hopper.forward import kernel as forward
 from tilewise.kernels.hopper.forward import producer as loading
+from tilewise.kernels.reference.dropout import keep_tile
+from tilewise.masks import Span
 from tilewise.problem import AttentionProblem
-from tilewise.problem.options import Operands, OperandSpec, ScoreOptions
+from tilewise.problem.options import NO_OPERANDS, OperandSpec, ScoreOptions
 from tilewise.testing import oracle
 
 MODULES = (forward, loading, split_kv, varlen, pipeline, products, epilogue, softmax, tiles, mask_plan,
-           mask_ranges)
+           mask_ranges, scores, dropout)
 
 
 def split_halves(s):
     return s[:, :s.shape[1] // 2], s[:, s.shape[1] // 2:]
+
+
+def cap(s, squash):
+    return s if squash is None else torch.tanh(s * squash / (2.0 * math.log2(math.e)))
+
+
+def drop(p, first_key, draws, constants):
+    """By the reference's draws; test_gluon_dropout.py holds the kernel's own against them."""
+    if not constants.HAS_DROPOUT:
+        return p
+    seed = (draws.high << 32 | draws.low & 0xFFFFFFFF).reshape(1).as_subclass(torch.Tensor)
+    first_query, first_key = int(draws.first_query), int(draws.first_key + first_key)
+    kept = keep_tile(seed, 1, Span(first_query, first_query + 64), Span(first_key, first_key + p.shape[1]),
+                     int(draws.threshold) / 2**32, int(draws.row))[0]
+    return torch.where(kept, p, -p)
+
+
+def pack_pairs(p, dtype, drops=False):
+    return (torch.clamp(p, min=0.0) if drops else p).to(dtype)
 
 
 # What is written in assembly, or moves values between threads, in plain words.
@@ -32,18 +53,18 @@ CONSTANTS = {(module, name): value for module in MODULES for name, value in (
     ("QUERIES", 64),
     ("HUGE", softmax.HUGE.value),
     ("split_halves", split_halves),
-    ("pack_pairs", lambda p, dtype: p.to(dtype)), ("as_operand", lambda pairs, dtype, layout: pairs),
-    ("scheduling_fence", lambda number: number), ("cap", lambda s, squash: s),
+    ("pack_pairs", pack_pairs), ("drop", drop), ("SPAN", 16), ("as_operand", lambda pairs, dtype, layout: pairs),
+    ("scheduling_fence", lambda number: number), ("cap", cap),
     ("bytes_of", loading.bytes_of.fn), ("floats_per_partial", epilogue.floats_per_partial.fn),
     ("tile_size", varlen.tile_size.fn), ("registers", forward.registers.fn),
     ("corrects_rounding", softmax.corrects_rounding.fn)) if hasattr(module, name)} | plan_constants(MODULES)
 
 
 def attend(problem, config, tensors, pack_gqa=1, split_kv=None, sinks=None, programs=3, lengths=(),
-           plan=None):
+           plan=None, operands=NO_OPERANDS):
     """Run the kernel; return out, lse and the partial results, as it left them.
 
-    lengths: those on the device. plan: lists, bits and strides of a mask that is no band.
+    lengths: those on the device. plan: lists, bits and strides of a mask that is no band. operands: others.
     """
     q, k, v = tensors
     *listed, strides = (None, None, None) if plan is None else plan
@@ -54,7 +75,7 @@ def attend(problem, config, tensors, pack_gqa=1, split_kv=None, sinks=None, prog
     counter = torch.zeros(1, dtype=torch.int32)
     bound.describe = lambda tensor, shape, strides, block, layout: Descriptor(tensor, block)
     names = ("cu_seqlens_q", "cu_seqlens_k", "seqlens_q", "seqlens_k")
-    operands = Operands(sinks=sinks, **dict(zip(names, lengths, strict=False)))
+    operands = operands._replace(sinks=sinks, **dict(zip(names, lengths, strict=False)))
     described = bound.arguments((q, k, v, out, lse), counter, operands, None if split_kv is None else partial,
                                 listed)
     written = (lse, partial, counter)
@@ -71,7 +92,9 @@ def _as_kernels_have(given, written=()):
     if isinstance(given, tuple):
         return given._make(_as_kernels_have(one, written) for one in given)
     if isinstance(given, torch.Tensor):
-        return Pointer(given.view(-1) if any(given is one for one in written) else given.flatten())
+        if any(given is one for one in written):
+            return Pointer(given.view(-1))
+        return Pointer(torch.empty(0, dtype=given.dtype).set_(given.untyped_storage()), given.storage_offset())
     return torch.tensor(given).as_subclass(Tensor) if type(given) is int else given
 
 
@@ -111,8 +134,8 @@ def combined(partial, columns):
     return out, top[:, 0] + torch.where(total == 0.0, 0.0, total.log())
 
 
-def check(problem, tensors, out, lse):
-    want, want_lse = oracle.attend(*tensors, problem.mask, problem.scale)
+def check(problem, tensors, out, lse, changes=oracle.NO_CHANGES):
+    want, want_lse = oracle.attend(*tensors, problem.mask, problem.scale, changes)
     torch.testing.assert_close(lse.double(), want_lse, rtol=1e-4, atol=1e-4)
     error = 4e-3 if problem.dtype is torch.float16 else 3e-2
     torch.testing.assert_close(out.double(), want, rtol=error, atol=error)

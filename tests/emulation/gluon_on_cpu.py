@@ -409,7 +409,7 @@ def language(programs):
         sum=torch.sum, max=torch.amax, log2=torch.log2, multiple_of=_multiple_of, max_contiguous=_max_contiguous,
         allocate_shared_memory=_allocate, warp_specialize=_specialize,
         bfloat16=torch.bfloat16, float16=torch.float16, float32=torch.float32,
-        int8=torch.int8, int32=torch.int32, int64=torch.int64,
+        int8=torch.int8, int32=torch.int32, int64=torch.int64, uint32=torch.int64,  # which holds any word
         BlockedLayout=lambda *_: None, SliceLayout=lambda *_: None, DotOperandLayout=lambda *_: None,
         NVMMADistributedLayout=lambda *_: None,
         SwizzledSharedLayout=lambda *_: None, DistributedLinearLayout=lambda *_: None,

@@ -1,4 +1,4 @@
-"""What a warpgroup of the Hopper backward drops is what every backend drops: jit functions called as plain Python.
+"""What a warpgroup of the Hopper kernels drops is what every backend drops: jit functions called as plain Python.
 
 Words wrap as they do on a GPU: numpy's of 32 and 64 bits stand for tensors, whose layouts numpy does not have. That
 none of it moves between threads is what ``assert_trivial`` says, which the compiler obeys (test_compile_gluon.py); by
@@ -22,6 +22,8 @@ from tilewise.problem import AttentionProblem
 from tilewise.problem.options import ScoreOptions
 
 dropout = pytest.importorskip("tilewise.kernels.hopper.backward.dropout", reason="Triton is not installed")
+in_forward = pytest.importorskip("tilewise.kernels.hopper.forward.dropout")
+philox = pytest.importorskip("tilewise.kernels.hopper.philox")
 STEP = 64  # keys of a warpgroup, and queries of a step
 P = 0.3
 
@@ -56,13 +58,14 @@ def plain_python():
               "abs": np.abs, "arange": lambda start, stop, layout: tensor(np.arange(start, stop)),
               "SliceLayout": lambda dim, layout: None, "convert_layout": lambda value, layout, assert_trivial: value}
     with pytest.MonkeyPatch.context() as patch, np.errstate(over="ignore"):
-        patch.setattr(dropout, "gl", SimpleNamespace(**called))
-        for name in ("_ROUNDS", "_SPAN"):
-            patch.setattr(dropout, name, int(getattr(dropout, name)))
-        patch.setattr(dropout, "_FACTORS", [np.uint64(factor) for factor in dropout._FACTORS.value])
-        patch.setattr(dropout, "_KEY_STEPS", [np.uint32(step) for step in dropout._KEY_STEPS.value])
-        patch.setattr(dropout, "_philox_round", dropout._philox_round.fn)
-        patch.setattr(dropout, "optimization_barrier", lambda number: number)
+        plain = {"gl": SimpleNamespace(**called), "ROUNDS": philox.ROUNDS.value, "_SPAN": 16, "SPAN": 16,
+                 "FACTORS": [np.uint64(factor) for factor in philox.FACTORS.value],
+                 "KEY_STEPS": [np.uint32(step) for step in philox.KEY_STEPS.value],
+                 "philox_round": philox.philox_round.fn, "optimization_barrier": lambda number: number,
+                 "layout_of_counters": lambda keys: None}
+        for module in (dropout, in_forward, philox):
+            for name in plain.keys() & vars(module).keys():
+                patch.setattr(module, name, plain[name])
         yield
 
 
@@ -94,6 +97,22 @@ def test_a_step_keeps_what_the_reference_keeps(seed, row, first_query, first_key
     expected = keep_tile(torch.tensor([seed]), 1, Span(first_query, first_query + STEP),
                          Span(first_key, first_key + STEP), dropout_p, first_row=row)[0]
     assert np.array_equal(own, expected.T.numpy())
+
+
+@pytest.mark.parametrize("keys", [64, 128])
+@given(seed=st.integers(-2**63, 2**63 - 1), row=st.integers(0, 2**31 - 1), first_query=SPANS, first_key=SPANS,
+       dropout_p=st.sampled_from((2**-16, 0.1, P, 0.75)))
+@example(seed=-1, row=2**31 - 1, first_query=0, first_key=0, dropout_p=0.5)
+def test_a_block_of_the_forward_pass_keeps_what_the_reference_keeps(keys, seed, row, first_query, first_key, dropout_p):
+    dropout_p = int(dropout_p * 2**16) / 2**16
+    low, high = (tensor(half, np.uint32) for half in (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF))
+    draws = in_forward.Draws(low, high, tensor(row), threshold_of(dropout_p), first_query, 32)
+    words = in_forward.words_of.fn(draws, tensor(first_key), keys)
+    ones = np.ones((64, keys), np.float32).view(Tensor)
+    ones.type = SimpleNamespace(layout=None)
+    expected = keep_tile(torch.tensor([seed]), 1, Span(first_query, first_query + 64),
+                         Span(first_key + 32, first_key + 32 + keys), dropout_p, first_row=row)[0]
+    assert np.array_equal(in_forward.signed.fn(ones, words, draws.threshold) > 0, expected.numpy())
 
 
 def test_each_thread_holds_the_counters_of_its_scores_and_needs_no_word_of_another():

@@ -59,8 +59,8 @@ def test_packed_rows_are_a_querys_heads_one_after_another_then_the_next_query():
 
 def test_a_softcap_takes_the_scales_place_and_tanh_gets_the_rest():
     log2e = math.log2(math.e)
-    for softcap, scaling in ((None, (0.25 * log2e, None, 0.5)),
-                             (30.0, (30.0 * log2e, 2.0 * log2e * 0.25 / 30.0, 64.0))):
+    for softcap, scaling in ((None, (0.25 * log2e, None, 0.5, None)),
+                             (30.0, (30.0 * log2e, 2.0 * log2e * 0.25 / 30.0, 64.0, None))):
         problem = replace(problem_of(), scale=0.25, scores=ScoreOptions(softcap=softcap))
         numbers, _ = bound_forward(problem, HopperForwardConfig(128, 2)).scalars
         assert numbers.scaling == pytest.approx(scaling)

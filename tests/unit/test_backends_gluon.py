@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tilewise import UnsupportedProblem, attention, causal, chunk, dispatch, explain, prefix, sink_tokens, window
+from tilewise import UnsupportedProblem, attention, causal, chunk, explain, prefix, sink_tokens, window
 from tilewise.backends import gluon
 from tilewise.backends._support import hopper, self_check
 from tilewise.backends.base import Saved
@@ -29,6 +29,7 @@ from tilewise.tuning.device import DeviceSpec
 
 TRITONS = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")  # that a GPU has run the kernels with
 SINKS = OperandSpec((4,), (1,), torch.float32)
+SLOPES = OperandSpec((1, 4), (4, 1), torch.float32)
 LENGTHS = Sequences(seqlens_k=OperandSpec((2,), (1,), torch.int32))
 BORDERS = OperandSpec((9,), (1,), torch.int64)
 PACKED = Sequences(8, BORDERS, BORDERS)
@@ -118,23 +119,32 @@ def test_forward_takes_what_backward_refuses(problem, reason):
     problem_of((512, 700), mask=causal("bottom_right"), scores=DROPS),
     problem_of((512, 768), mask=window(80, 0, "bottom_right"), scores=DROPS),  # key 176 is the first that is seen
 ], ids=str)
-def test_backward_takes_the_dropout_that_forward_refuses(problem):
-    assert gluon.backend.why_not(problem) == f"takes dropout in its backward pass alone, got {problem.scores}"
+def test_both_passes_take_dropout(problem):
+    assert gluon.backend.why_not(problem) is None
     assert gluon.backend.why_not(problem.backward(lse_grad=True)) is None
 
 
-def test_a_call_with_dropout_goes_forward_by_triton_and_back_by_gluon(monkeypatch):
-    monkeypatch.setattr(TritonBackend, "why_not", lambda self, problem: None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    problem = problem_of((4096, 4096), heads=(16, 16), scores=DROPS)
-    found = explain_problem(problem)
-    assert (found.forward, found.backward) == ("triton", "gluon")
-    refusal = "takes dropout in its backward pass alone, got dropout 0.5"
-    assert f"  forward  gluon      no: {refusal}" in str(found).splitlines()
-    sides = problem, problem.backward(lse_grad=False)
-    assert [dispatch._chosen.__wrapped__(side, None, False).name for side in sides] == ["triton", "gluon"]
-    with pytest.raises(UnsupportedProblem, match=refusal.replace(".", r"\.")):
-        dispatch._chosen.__wrapped__(problem, "gluon", False)
+def test_forward_takes_wide_heads_with_dropout():
+    problem = problem_of(dims=(64, 256), scores=DROPS)
+    assert gluon.backend.why_not(problem) is None
+
+
+def test_forward_takes_dropout_wherever_the_first_query_that_sees_a_key_is():
+    """Its tiles begin with the first query, those of the backward pass with the first that sees a key."""
+    problem = problem_of((512, 500), mask=causal("bottom_right"), scores=DROPS)
+    assert gluon.backend.why_not(problem) is None
+    assert "are multiples of 16, got 12 and 0" in gluon.backend.why_not(problem.backward(lse_grad=False))
+
+
+@pytest.mark.parametrize("options", [
+    {"bias": OperandSpec((1, 4, 512, 512), (2**20, 2**18, 512, 1), torch.bfloat16)}, {"alibi_slopes": SLOPES},
+    {"bias": OperandSpec((1, 1, 1, 512), (512, 512, 512, 1), torch.float32), "alibi_slopes": SLOPES, "softcap": 30.0,
+     "sinks": SINKS, "dropout_p": 0.5}], ids=["bias", "alibi", "all"])
+def test_forward_takes_what_is_added_to_scores(options):
+    problem = problem_of(mask=causal("top_left"), scores=ScoreOptions(**options))
+    assert gluon.backend.why_not(problem) is None
+    assert gluon.backend.why_not(problem.backward(lse_grad=False)) == (
+        f"takes softcap, sinks and dropout and nothing else that changes scores, got {problem.scores}")
 
 
 def test_a_maximum_is_no_business_of_the_backward():
@@ -150,11 +160,10 @@ def test_a_maximum_is_no_business_of_the_backward():
     (problem_of(dims=(64, 512)), "takes head dims up to 256, got 64 and 512"),
     (problem_of(mask=prefix(3), sequences=LENGTHS, scores=ScoreOptions(sinks=SINKS)),
      f"takes causal masks and windows with lengths that are data, got {prefix(3)}, sinks"),
-    (problem_of(scores=ScoreOptions(softcap=30.0, dropout_p=0.1)),
-     "takes dropout in its backward pass alone, got softcap 30, dropout 0.1"),
-    (problem_of(scores=ScoreOptions(alibi_slopes=SINKS, dropout_p=0.5)),
-     "takes softcap and sinks and nothing else that changes scores, got alibi, dropout 0.5"),
-    (problem_of(scores=ScoreOptions(alibi_slopes=SINKS, dropout_p=0.5)).backward(lse_grad=False),
+    (problem_of(scores=ScoreOptions(score_function=FUNCTION, dropout_p=0.5)),
+     "takes bias, ALiBi, softcap, sinks and dropout and nothing else that changes scores, got dropout 0.5, "
+     "score function sees"),
+    (problem_of(scores=ScoreOptions(alibi_slopes=SLOPES, dropout_p=0.5)).backward(lse_grad=False),
      "takes softcap, sinks and dropout and nothing else that changes scores, got alibi, dropout 0.5"),
     (problem_of(dims=(64, 256), scores=ScoreOptions(dropout_p=0.5)).backward(lse_grad=False),
      "takes, in its backward pass, head dims up to 128 with dropout, got 64 and 256"),
@@ -210,8 +219,8 @@ def test_masks_that_are_no_band_are_taken(problem):
 
 @pytest.mark.parametrize("problem", [problem_of(scores=documents_of(1, dropout_p=0.5)),
                                      problem_of(scores=boolean_of(1, 1, 512, 512, dropout_p=0.5))], ids=str)
-def test_backward_takes_dropout_with_masks_that_are_no_band(problem):
-    assert gluon.backend.why_not(problem) == f"takes dropout in its backward pass alone, got {problem.scores}"
+def test_dropout_is_taken_with_masks_that_are_no_band(problem):
+    assert gluon.backend.why_not(problem) is None
     assert gluon.backend.why_not(problem.backward(lse_grad=False)) is None
 
 
@@ -336,7 +345,7 @@ def test_explain_names_gluon_for_usual_calls_with_every_version_of_triton_that_w
     monkeypatch.setattr("tilewise.backends.cudnn.backend.__class__.why_not", lambda self, problem: "not asked here")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     found = explain_problem(problem_of(**(LONG | USUAL_CALLS.get(call, {"scores": DROPS}))))
-    assert (found.forward, found.backward) == ("triton" if call == "dropout" else "gluon", "gluon")
+    assert (found.forward, found.backward) == ("gluon", "gluon")
 
 
 def test_a_stride_along_a_dim_of_one_does_not_matter():

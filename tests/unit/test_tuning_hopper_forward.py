@@ -14,6 +14,8 @@ from tilewise.problem.sequences import Sequences
 from tilewise.tuning.heuristics_hopper import forward_heuristic
 from tilewise.tuning.schedules_hopper import forward_schedule, schedule_on_grid
 
+SLOPES, BIAS = OperandSpec((1, 32), (32, 1), torch.float32), OperandSpec((1, 1, 1, 4096), (0, 0, 0, 1), torch.float32)
+SINKS = OperandSpec((32,), (1,), torch.float32)
 DOCUMENTS = ScoreOptions(**{name: OperandSpec((1, 4, 4096), (16384, 4096, 1), torch.int32)
                             for name in ("documents_q", "documents_k")})
 BOOLEAN = ScoreOptions(mask=OperandSpec((1, 1, 4096, 4096), (4096**2, 4096**2, 4096, 1), torch.bool))
@@ -36,8 +38,35 @@ def test_three_warpgroups_have_ping_pong_where_heads_are_narrow_and_sequences_lo
         config = forward_heuristic(replace(problem_of(d, dv, s=s, mask=mask), b=8, hq=32, hk=32))
         assert config.consumers == (3 if three else 2)
         assert not three or config == HopperForwardConfig(block_n=128, consumers=3, ping_pong=True)
-    capped = replace(problem_of(s=2047), b=8, hq=32, hk=32, scores=ScoreOptions(softcap=30.0))
-    assert [forward_heuristic(replace(capped, sk=keys)).consumers for keys in (2047, 2048)] == [2, 3]
+
+
+@pytest.mark.parametrize(("options", "d", "ping_pong", "stages"), [
+    ({"softcap": 30.0}, 64, True, 4), ({"alibi_slopes": SLOPES}, 64, True, 4), ({"dropout_p": 0.1}, 64, True, 4),
+    ({"bias": BIAS}, 64, False, 4), ({"softcap": 30.0}, 128, True, 2), ({"dropout_p": 0.1}, 128, False, 2),
+    ({"bias": BIAS}, 128, False, 2), ({"sinks": SINKS}, 128, True, 2)], ids=str)
+def test_scores_that_cost_more_than_their_exponentials_are_two_warpgroups_work(options, d, ping_pong, stages):
+    problem = replace(problem_of(d, d, s=4096), b=8, hq=32, hk=32)
+    changed = forward_heuristic(replace(problem, scores=ScoreOptions(**options)))
+    assert (changed.consumers, changed.ping_pong, changed.kv_stages) == (2, ping_pong, stages)
+    assert forward_heuristic(problem).consumers == (3 if d == 64 else 2)
+
+
+def test_heads_share_no_tile_and_tiles_are_whole_where_positions_count():
+    """Few queries of grouped heads would share a tile, and its keys be split."""
+    problem = replace(problem_of(128, 128, s=8192), b=1, hq=8, hk=1, sq=64)
+    plain = forward_schedule(problem, HopperForwardConfig(128, 2), 132)
+    assert (plain.pack_gqa, plain.split_kv is None) == (8, False)
+    for options in ({"bias": BIAS}, {"alibi_slopes": SLOPES}, {"dropout_p": 0.1}):
+        schedule = forward_schedule(replace(problem, scores=ScoreOptions(**options)), HopperForwardConfig(128, 2), 132)
+        assert (schedule.pack_gqa, schedule.split_kv) == (1, None)
+
+
+def test_dropouts_tiles_are_counted_from_the_first_query():
+    """Counted from the last one they would begin between the 16 queries that it draws for at once."""
+    problem = problem_of(mask=causal())
+    three = HopperForwardConfig(128, 3, ping_pong=True)
+    assert schedule_on_grid(problem, three).tiles_from_end
+    assert not schedule_on_grid(replace(problem, scores=ScoreOptions(dropout_p=0.1)), three).tiles_from_end
 
 
 def test_two_warpgroups_of_narrow_heads_have_four_stages_where_they_are_at_work_for_more_than_four_waves():
@@ -66,9 +95,7 @@ def test_two_warpgroups_have_ping_pong_where_that_was_timed_and_one_alone_has_no
     problem = replace(problem_of(d, dv, s=s, mask=mask), b=8, hq=32, hk=32)
     config = forward_heuristic(problem)
     assert (config.consumers, config.ping_pong) == (2, ping_pong)
-    capped = replace(problem, scores=ScoreOptions(softcap=30.0))
     lengths = replace(problem, sequences=Sequences(seqlens_q=OperandSpec((8,), (1,), torch.int32)))
-    assert not forward_heuristic(capped).ping_pong
     assert forward_heuristic(lengths).ping_pong == ping_pong, "the bound counts where lengths are data"
     alone = forward_heuristic(replace(problem, b=1, hq=1, hk=1, sq=512, sk=512))
     assert max(d, dv) > 128 or (alone.consumers, alone.ping_pong) == (1, False)
@@ -117,10 +144,18 @@ def test_a_mask_plan_freezes_the_maximum_where_a_window_does_not(case, config):
     problem = replace(problem_of(), **PLANS[case])
     schedule = schedule_on_grid(problem, config)
     assert schedule.frozen_max
-    assert not schedule_on_grid(replace(problem, scores=ScoreOptions(softcap=30.0)), config).frozen_max
     assert not schedule_on_grid(replace(problem, sq=511, sk=511), config).frozen_max
     assert schedule_on_grid(replace(problem, mask=window(1024, 0), scores=DOCUMENTS), config).frozen_max
     assert not schedule_on_grid(replace(problem, mask=window(1024, 0), scores=ScoreOptions()), config).frozen_max
+
+
+@pytest.mark.parametrize(("options", "mask", "is_frozen"), [
+    ({}, Mask(), True), ({"softcap": 30.0}, Mask(), True), ({"dropout_p": 0.1}, causal(), True),
+    ({"bias": BIAS}, causal(), False), ({"alibi_slopes": SLOPES}, causal(), True),
+    ({"alibi_slopes": SLOPES}, window(None, 1, "top_left"), False), ({"alibi_slopes": SLOPES}, Mask(), False)], ids=str)
+def test_the_maximum_is_frozen_where_a_tiles_first_keys_are_not_the_ones_that_count_least(options, mask, is_frozen):
+    problem = replace(problem_of(mask=mask), scores=ScoreOptions(**options))
+    assert schedule_on_grid(problem, HopperForwardConfig(128, 2)).frozen_max == is_frozen
 
 
 @pytest.mark.parametrize("case", PLANS)

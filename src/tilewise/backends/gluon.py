@@ -295,16 +295,17 @@ def _wrong_scores(problem: AttentionProblem) -> str | None:
     plain = problem.scores._replace(softcap=None, sinks=None, max_logit=False, dropout_p=0.0, mask=None,
                                     documents_q=None, documents_k=None, tiles_q=None, tiles_k=None,
                                     mask_function=None)
+    if problem.direction == "forward":
+        plain = plain._replace(bias=None, alibi_slopes=None)
     if plain != NO_OPTIONS:
-        taken = "softcap and sinks" if problem.direction == "forward" else "softcap, sinks and dropout"
-        return f"takes {taken} and nothing else that changes scores, got {problem.scores}"
+        taken = "bias, ALiBi, softcap" if problem.direction == "forward" else "softcap"
+        return f"takes {taken}, sinks and dropout and nothing else that changes scores, got {problem.scores}"
     if is_large_softcap(problem.scores.softcap):
         return f"takes softcaps up to {LARGE_SOFTCAP:g}, got {problem.scores.softcap:g}"
-    if problem.scores.dropout_p and problem.direction == "forward":
-        return f"takes dropout in its backward pass alone, got {problem.scores}"
     if problem.is_empty or not problem.sk:  # lengths that are data may not be known to be 0, but the tensors' are
         return "needs a pair that is visible, got none"
-    firsts = problem.seeing_queries.start, problem.seen_keys.start  # a tile of either begins there
+    # A tile of either begins there; in the forward pass those of queries begin with the first of all.
+    firsts = problem.seeing_queries.start if problem.direction == "backward" else 0, problem.seen_keys.start
     if problem.scores.dropout_p and any(first % DRAW_SPAN for first in firsts):
         return (f"takes dropout where the first query that sees a key and the first key that is seen are multiples of "
                 f"{DRAW_SPAN}, got {firsts[0]} and {firsts[1]}")

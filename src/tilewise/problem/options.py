@@ -351,8 +351,17 @@ class ScoreOptions(NamedTuple):
     @property
     def changes_scores(self) -> bool:
         """Whether a score is more than scale·q·k."""
-        return (self.softcap is not None or self.bias is not None or self.alibi_slopes is not None
-                or self.score_function is not None)
+        return self.softcap is not None or self.adds_to_scores or self.score_function is not None
+
+    @property
+    def adds_to_scores(self) -> bool:
+        """Whether a bias or ALiBi is added to them."""
+        return self.bias is not None or self.alibi_slopes is not None
+
+    @property
+    def reads_positions(self) -> bool:
+        """Whether what becomes of a score depends on its query's and key's place beside the mask."""
+        return self.adds_to_scores or self.score_function is not None or self.dropout_p > 0.0
 
     def __str__(self) -> str:
         parts = []

@@ -152,6 +152,11 @@ class AttentionProblem:
         return self.mask.band(self.sq, self.sk)
 
     @property
+    def sees_ahead(self) -> bool:
+        """Whether some query may see a key ahead of its own place on the mask's diagonal."""
+        return self.mask.right is None or self.mask.right > 0 or self.mask.has_exceptions
+
+    @property
     def seen_keys(self) -> Span:
         """The first to the last key that a query sees. Those outside are not read: NaN there reaches nothing.
 

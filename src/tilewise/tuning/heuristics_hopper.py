@@ -52,11 +52,12 @@ def forward_heuristic(problem: AttentionProblem, num_sms: int = NUM_SMS) -> Hopp
     At a width of 64 the softmax takes as long as the products: three warpgroups with ping-pong scheduling (+5 % over
     three without). In short sequences too many pairs of their 192 queries are hidden, or past the end: two, with four
     KV stages where there are many waves (without a mask, length 640: +5 %; 768: -11 %; causal, 1280: +2 %; 1536: the
-    same; 2000: -2 %; windows and a softcap were not timed). At 128 two fill the tensor cores by themselves, and
-    registers allow no third. The length of packed sequences is their mean; a deterministic call, whose bits must not
-    depend on other batch elements, has none. Where the cost model (wave_model.py) estimates less time for shorter
-    tiles, there are fewer warpgroups, as where tiles are few: one at 512 keys and 64 tiles takes 0.82 of the time of
-    two. Two have ping-pong scheduling where that was timed and faster.
+    same; 2000: -2 %; windows were not timed). Two, too, where a score costs more than its exponential: with a softcap
+    they are 1.25 times as fast as three, with dropout 1.27, with ALiBi 1.09, with a bias 1.3 times. At 128 two fill the
+    tensor cores by themselves, and registers allow no third. The length of packed sequences is their mean; a
+    deterministic call, whose bits must not depend on other batch elements, has none. Where the cost model
+    (wave_model.py) estimates less time for shorter tiles, there are fewer warpgroups, as where tiles are few: one at
+    512 keys and 64 tiles takes 0.82 of the time of two. Two have ping-pong scheduling where that was timed and faster.
 
     Wider heads take the largest key block whose scores fit the registers beside O (128 of them to 128 columns; beside
     192 Triton 3.9's ptxas spills and serializes the products) and that shared memory allows, at the cost of the second
@@ -70,15 +71,17 @@ def forward_heuristic(problem: AttentionProblem, num_sms: int = NUM_SMS) -> Hopp
                for block_n, q_stages, passes in product((128, 64) if problem.dv <= 128 else (64,), (2, 1), (1, 2)))
     two = next(config for config in configs if config.shared_bytes(problem) <= room)
     width, ping_pong = max(problem.d, problem.dv), _two_ping_pong(problem, length)
-    is_long = width <= 64 and ping_pong and (num_tiles_of(problem, two) > MANY_WAVES * num_sms
-                                             or not problem.is_banded)
+    has_stages = width <= 64 and (ping_pong or problem.scores.bias is not None)
+    is_long = has_stages and (num_tiles_of(problem, two) > MANY_WAVES * num_sms or not problem.is_banded)
     by_preference = [replace(two, ping_pong=ping_pong, kv_stages=4 if is_long else 2)]
     if width <= 128:
         by_preference.append(replace(two, consumers=1))
     least = 2048
     if _were_timed(problem):
         least = 768 if problem.mask.right is None else 1792
-    if width <= 64 and length >= least and not _cuts_tiles(problem):
+    scores = problem.scores
+    costs_more = scores.softcap is not None or scores.adds_to_scores or scores.dropout_p > 0.0
+    if width <= 64 and length >= least and not costs_more and not _cuts_tiles(problem):
         by_preference.insert(0, HopperForwardConfig(block_n=128, consumers=3, ping_pong=True))
     if problem.sequences.are_data:
         return by_preference[0]
@@ -99,8 +102,8 @@ def _cuts_tiles(problem: AttentionProblem) -> bool:
 
 
 def _were_timed(problem: AttentionProblem) -> bool:
-    """Whether the number of warpgroups and ping-pong were timed for such a call: without a window or a softcap."""
-    return problem.mask.left is None and problem.scores.softcap is None
+    """Whether the number of warpgroups and ping-pong were timed for such a call: without a window."""
+    return problem.mask.left is None
 
 
 def _two_ping_pong(problem: AttentionProblem, length: int) -> bool:
@@ -108,11 +111,13 @@ def _two_ping_pong(problem: AttentionProblem, length: int) -> bool:
 
     At 64, with four stages, causal +0.7 % at 512 and +0.6 % at 1024; at 96 without a mask +8 to 14 %, causal +4 to
     10 %; at 128 without a mask +2 to 3.4 %, causal 0 to +1 %; at 256 +0.4 to 1.2 % to a length of 1024, and nothing or
-    little beyond. Of packed sequences -2 to +1 % at 64 and -1 to +2 % at 128. At 192 they lost 0.8 %, causal. Shorter
-    lengths, windows and a softcap were not timed.
+    little beyond. Of packed sequences -2 to +1 % at 64 and -1 to +2 % at 128. At 192 they lost 0.8 %, causal. With a
+    softcap +1 % at 64 and 128, with dropout +3 and -5 %; a bias lost 3 % at 128. Shorter lengths and windows were not
+    timed.
     """
     widths = sum(pieces_of(problem.d)), sum(pieces_of(problem.dv))
-    if not _were_timed(problem):
+    scores = problem.scores
+    if not _were_timed(problem) or scores.bias is not None or (scores.dropout_p and widths != (64, 64)):
         return False
     return length >= {(64, 64): 512, (96, 96): 1024, (128, 128): 512, (256, 256): 512}.get(widths, math.inf)
 

@@ -35,11 +35,12 @@ def schedule_on_grid(problem: AttentionProblem, config: HopperForwardConfig, pac
 
     The 192 queries of three warpgroups divide few lengths: their tiles are counted from the end, or each looks for
     padding, as two do where lengths are data. A tile's first query is negative by multiples of 64 where tiles are
-    counted from the end; of packed rows it could be -1, which stands for no tile (tile_scheduler.NO_TILE).
+    counted from the end; of packed rows it could be -1, which stands for no tile (tile_scheduler.NO_TILE). Dropout
+    draws for 16 queries at once, counted from the first.
     """
     are_data, three, frozen_max = problem.sequences.are_data, config.consumers == 3, _freezes_max(problem, config)
     from_end = (three and pack_gqa == 1 and not are_data and problem.is_banded and problem.band.lower is None
-                and problem.band.upper is not None)
+                and problem.band.upper is not None and not problem.scores.dropout_p)
     return HopperForwardSchedule(
         heads_per_swizzle=heads_per_swizzle(problem) // (1 if pack_gqa == 1 else problem.group), pack_gqa=pack_gqa,
         split_kv=split_kv, tiles_from_end=from_end,
@@ -63,8 +64,10 @@ def _softmax_parts(problem: AttentionProblem, config: HopperForwardConfig, froze
     """Return how many parts a block's exponentials are computed in: 2 where that was timed, and faster.
 
     With an online maximum heads above 128 were not timed in two. With a frozen one 256 columns are 1 to 1.4 % faster
-    in two, and 192 0.2 %; v of another width was not timed.
+    in two, and 192 0.2 %; v of another width was not timed. With a bias one is 3 % faster at 128 columns.
     """
+    if problem.scores.bias is not None:
+        return 1
     if max(problem.d, problem.dv) <= 128 and config.block_n == 128:
         return 2
     return 2 if frozen_max and operator.eq(*config.head_dim_chunks(problem)) else 1
@@ -73,12 +76,15 @@ def _softmax_parts(problem: AttentionProblem, config: HopperForwardConfig, froze
 def _freezes_max(problem: AttentionProblem, config: HopperForwardConfig) -> bool:
     """Whether blocks that need no mask keep the row maximum of the blocks before them.
 
-    Timed at 64, 128 and 256 columns from 512 keys on: 1.00 to 1.13 times as fast, the more the longer and the narrower.
+    Timed at 64, 128 and 256 columns from 512 keys on: 1.00 to 1.13 times as fast, the more the longer and the narrower;
+    with a softcap 1.03 to 1.14 times, the more the wider.
     """
     # A window's first blocks are masked at both ends; of a mask plan those of the diagonal come first.
     sees_first = problem.band.lower is None or not problem.is_banded
-    return (not problem.sequences.are_data and sees_first and problem.scores.softcap is None
-            and config.consumers > 1 and len(problem.seen_keys) >= LEAST_FROZEN)
+    # A bias may hide the keys of a tile's first blocks; ALiBi favours other keys where queries see those ahead.
+    falls = problem.scores.bias is None and (problem.scores.alibi_slopes is None or not problem.sees_ahead)
+    return (not problem.sequences.are_data and sees_first and falls and config.consumers > 1
+            and len(problem.seen_keys) >= LEAST_FROZEN)
 
 
 def heads_per_swizzle(problem: AttentionProblem) -> int:

@@ -52,7 +52,7 @@ def grid_plan_of(problem: AttentionProblem, config: HopperForwardConfig, num_sms
     """
     unpacked = _plan_with(problem, config, 1, num_sms)
     pack_gqa = 1 << (problem.group - 1).bit_length()
-    if problem.sequences.are_data or not problem.is_banded or not 1 < pack_gqa <= 64:
+    if problem.sequences.are_data or not problem.is_banded or problem.scores.reads_positions or not 1 < pack_gqa <= 64:
         return unpacked
     packed = _plan_with(problem, config, pack_gqa, num_sms)
     waves, fewer = (math.ceil(num_tiles_of(problem, config, rows) / num_sms) for rows in (1, pack_gqa))
@@ -64,7 +64,7 @@ def _plan_with(problem: AttentionProblem, config: HopperForwardConfig, pack_gqa:
     tiles = num_tiles_of(problem, config, pack_gqa)
     blocks = _blocks_of_tiles(problem, config, pack_gqa)
     whole = GridPlan(_time(problem, config, tiles, blocks, num_sms), pack_gqa, None)
-    if problem.deterministic or problem.sequences.are_data or not problem.is_banded:
+    if problem.deterministic or problem.sequences.are_data or not problem.is_banded or problem.scores.reads_positions:
         return whole
     if tiles > num_sms:
         saved, plan = _split_last_wave(problem, config, tiles, blocks, num_sms)

@@ -40,12 +40,14 @@ class Scaling(NamedTuple):
 
     scale_log2: scale * log2(e), or with a softcap softcap * log2(e). squash: what the products are multiplied by ahead
     of tanh, None without a softcap. exact_scale: the least power of two that is no less than scale_log2, which takes
-    its place in rows of huge scores (``softmax.shift_for``).
+    its place in rows of huge scores (``softmax.shift_for``). to_natural: where something is added to
+    scores, the scale, or the softcap; scale_log2 is log2(e) then. Else None.
     """
 
     scale_log2: Any
     squash: Any
     exact_scale: Any
+    to_natural: Any = None
 
 
 class KVSplits(NamedTuple):
@@ -77,22 +79,55 @@ class ForwardPointers(NamedTuple):
     """What only some calls of the forward kernel read or write, each None in the others.
 
     out: of packed sequences, past whose last row copies by TMA would write. partial: with C.SPLIT_KV, float32. sinks:
-    not with C.SPLIT_KV, where they enter when partial results are combined. lists, bits: with C.MASK_PLAN
-    (mask_plan.py).
+    not with C.SPLIT_KV, where they enter when partial results are combined. seed: with C.HAS_DROPOUT. lists, bits:
+    with C.MASK_PLAN (mask_plan.py).
     """
 
     out: Any
     partial: Any
     sinks: Any
+    seed: Any = None
     lists: Any = None
     bits: Any = None
+
+
+class ScoreOperands(NamedTuple):
+    """What is added to scores, each a pointer or None: a bias (b, hq, sq, sk), and ALiBi's slopes (b, hq).
+
+    Their strides, in elements: 0 along a dim that is shared, None of 1.
+    """
+
+    bias: Any = None
+    slopes: Any = None
+    bias_b: Any = None
+    bias_h: Any = None
+    bias_q: Any = None
+    bias_k: Any = None
+    slopes_b: Any = None
+    slopes_h: Any = None
+
+
+class DropoutNumbers(NamedTuple):
+    """What a launch says of dropout beside the seed; without C.HAS_DROPOUT all are None.
+
+    threshold: the first of 2^16 random numbers that keeps a score. delta_scale, dv_scale: what delta and dV are
+    multiplied by, and out by the latter; the dQ accumulator is delta_scale times as large, too, and Scales.gradient
+    makes up for it in dK. origin_q, origin_k: the positions of the first query and key.
+    """
+
+    threshold: Any = None
+    delta_scale: Any = None
+    dv_scale: Any = None
+    origin_q: Any = None
+    origin_k: Any = None
 
 
 class ForwardNumbers(NamedTuple):
     """The numbers of a forward launch.
 
     group: query heads a kv head. count: how many sequences there are whose lengths are on the device, else None.
-    sinks_stride: None of 1, and without sinks. plan: with C.MASK_PLAN a PlanNumbers.
+    sinks_stride: None of 1, and without sinks. plan: with C.MASK_PLAN a PlanNumbers. diagonal: with ALiBi, where
+    lengths are not on the device, the key that query 0 is at no distance from, counted from the first one that is seen.
     """
 
     grid: Any
@@ -103,6 +138,8 @@ class ForwardNumbers(NamedTuple):
     splits: Any
     sinks_stride: Any
     plan: Any = None
+    diagonal: Any = None
+    dropout: Any = DropoutNumbers()
 
 
 class Scales(NamedTuple):
@@ -111,21 +148,6 @@ class Scales(NamedTuple):
     gradient: Any
     scale_log2: Any
     squash: Any = None
-
-
-class DropoutNumbers(NamedTuple):
-    """What a backward launch says of dropout beside the seed; without C.HAS_DROPOUT all are None.
-
-    threshold: the first of 2^16 random numbers that keeps a score. delta_scale, dv_scale: what delta and dV are
-    multiplied by; the dQ accumulator is delta_scale times as large, too, and Scales.gradient makes up for it in dK.
-    origin_q, origin_k: the positions of the first query and key.
-    """
-
-    threshold: Any = None
-    delta_scale: Any = None
-    dv_scale: Any = None
-    origin_q: Any = None
-    origin_k: Any = None
 
 
 class BackwardPointers(NamedTuple):

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from tilewise.kernels.driver import raw_stream
+from tilewise.kernels.hopper.arguments import DropoutNumbers
 from tilewise.problem import AttentionProblem
+from tilewise.problem.options import DRAWS
 
 # Counters allocated for captured graphs, and those of each device that are left: each is given out once.
 _SPARES = 4096
@@ -51,6 +53,15 @@ def scaling_of(problem: AttentionProblem) -> tuple[float, float | None]:
     if softcap is None:
         return problem.scale * log2e, None
     return softcap * log2e, 2.0 * log2e * problem.scale / softcap
+
+
+def dropout_of(problem: AttentionProblem, first_query: int) -> DropoutNumbers:
+    """Return a kernel's numbers for dropout, whose rows count from a query."""
+    dropout_p = problem.scores.dropout_p
+    if not dropout_p:
+        return DropoutNumbers()
+    return DropoutNumbers(int(dropout_p * DRAWS), 2.0 * (1.0 - dropout_p), 1.0 / (1.0 - dropout_p), first_query,
+                          problem.seen_keys.start)
 
 
 def counter_of(device: torch.device) -> torch.Tensor:

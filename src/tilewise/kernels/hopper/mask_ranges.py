@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from tilewise.problem.options import DRAW_SPAN
+
+SPAN = gl.constexpr(DRAW_SPAN)  # of positions that dropout draws for at once
 QUERIES = gl.constexpr(64)  # of a block of queries in the backward pass: of a part of the dQ accumulator
 
 
@@ -41,6 +44,8 @@ def kv_blocks_of(first, bounds, C: gl.constexpr):
     shared_stop = stop
     if C.HAS_LOWER:
         start = gl.maximum(0, first + bounds.lower)
+        if C.HAS_DROPOUT:
+            start = start // SPAN * SPAN
         shared_start = gl.maximum(0, last + bounds.lower)
     if C.HAS_UPPER:
         stop = gl.minimum(bounds.sk, last + 1 + bounds.upper)

@@ -11,17 +11,53 @@ HUGE = gl.constexpr(268435456.0)  # 2^28, of shifts (shift_for)
 def cap(s, squash):
     """Under a softcap, tanh of the scaled scores divided by it (maths.md, section 11); else nothing.
 
-    tanh(x) = 1 - 2 / (1 + exp(2x)): at both ends exp gives 0 and inf, and these the limits. Near 0 the terms cancel, to
-    1e-7 absolutely, of a number that is about to be multiplied by the softcap and compared with 1.
+    tanh(x) = 1 - 2 / (1 + exp(2x)). Near 0 the terms cancel, to 1e-7 absolutely, of a number that is about to be
+    multiplied by the softcap and compared with 1. Four scores share the reciprocal of a product, since the unit that
+    makes reciprocals makes the exponentials too. So exp(2x) goes to 2^30 at most, where tanh is 1. That minimum takes
+    NaN for 2^30 and keeps it from the other three; the maximum with -|2x log2 e|, which lies below tanh, returns it.
     """
     if squash is not None:
         s = gl.inline_asm_elementwise("""{
-            .reg .f32 e;
-            ex2.approx.ftz.f32 e, $1;
-            add.f32 e, e, 0f3F800000;
-            rcp.approx.ftz.f32 e, e;
-            fma.rn.f32 $0, e, 0fC0000000, 0f3F800000;
-        }""", "=r,r", [s * squash], dtype=gl.float32, is_pure=True, pack=1)
+            .reg .f32 a, b, c, d, ab, cd, r;
+            min.f32 a, $4, 0f41F00000;
+            min.f32 b, $5, 0f41F00000;
+            min.f32 c, $6, 0f41F00000;
+            min.f32 d, $7, 0f41F00000;
+            ex2.approx.ftz.f32 a, a;
+            ex2.approx.ftz.f32 b, b;
+            ex2.approx.ftz.f32 c, c;
+            ex2.approx.ftz.f32 d, d;
+            add.f32 a, a, 0f3F800000;
+            add.f32 b, b, 0f3F800000;
+            add.f32 c, c, 0f3F800000;
+            add.f32 d, d, 0f3F800000;
+            mul.f32 ab, a, b;
+            mul.f32 cd, c, d;
+            mul.f32 r, ab, cd;
+            rcp.approx.ftz.f32 r, r;
+            mul.f32 cd, r, cd;
+            mul.f32 ab, r, ab;
+            mul.f32 r, cd, b;
+            mul.f32 b, cd, a;
+            mul.f32 a, ab, d;
+            mul.f32 d, ab, c;
+            fma.rn.f32 r, r, 0fC0000000, 0f3F800000;
+            fma.rn.f32 b, b, 0fC0000000, 0f3F800000;
+            fma.rn.f32 a, a, 0fC0000000, 0f3F800000;
+            fma.rn.f32 d, d, 0fC0000000, 0f3F800000;
+            abs.f32 c, $4;
+            neg.f32 c, c;
+            max.NaN.f32 $0, r, c;
+            abs.f32 c, $5;
+            neg.f32 c, c;
+            max.NaN.f32 $1, b, c;
+            abs.f32 c, $6;
+            neg.f32 c, c;
+            max.NaN.f32 $2, a, c;
+            abs.f32 c, $7;
+            neg.f32 c, c;
+            max.NaN.f32 $3, d, c;
+        }""", "=&r,=&r,=&r,=&r,r,r,r,r", [s * squash], dtype=gl.float32, is_pure=True, pack=4)
     return s
 
 
@@ -189,13 +225,13 @@ def scaled_sum(row_sum, factor, p, C: gl.constexpr):
 
 
 @gluon.jit
-def pack_pairs(p, DTYPE: gl.constexpr):
-    """Round P, and hold two neighbours in one 32-bit register: (64, KEYS / 2).
+def pack_pairs(p, DTYPE: gl.constexpr, DROPS: gl.constexpr = False):
+    """Round P, and hold two neighbours in one 32-bit register: (64, KEYS / 2). DROPS: negative ones become 0.
 
     A loop would carry 16-bit values one by one, and take them apart and put them together in every step.
     """
     even, odd = p.reshape([p.shape[0], p.shape[1] // 2, 2]).split()
-    KIND: gl.constexpr = "bf16x2" if DTYPE == gl.bfloat16 else "f16x2"
+    KIND: gl.constexpr = ("relu." if DROPS else "") + ("bf16x2" if DTYPE == gl.bfloat16 else "f16x2")
     return gl.inline_asm_elementwise(f"cvt.rn.{KIND}.f32 $0, $2, $1;", "=r,r,r", [even, odd], dtype=gl.int32,
                                      is_pure=True, pack=1)
 
@@ -205,9 +241,9 @@ def split_halves_packed(p, DTYPE: gl.constexpr, C: gl.constexpr):
     """P of a whole step, rounded, as the loops carry it."""
     if C.PARTS == 2:
         low, high = split_halves(p)
-        return (pack_pairs(low, DTYPE), pack_pairs(high, DTYPE))
+        return (pack_pairs(low, DTYPE, C.HAS_DROPOUT), pack_pairs(high, DTYPE, C.HAS_DROPOUT))
     else:
-        return (pack_pairs(p, DTYPE),)
+        return (pack_pairs(p, DTYPE, C.HAS_DROPOUT),)
 
 
 @gluon.jit

@@ -34,11 +34,11 @@ class WorkTile(NamedTuple):
     """A tile of queries that the producer hands to the consumers; 0: a field that the kernel's config has not.
 
     first: query of its sequence or batch entry; negative for rows in front of the first one. head: of q, or of k with
-    C.PACK_GQA. With C.VARLEN, row_start and rows: where the sequence lies in its tensor, and how many rows it has
-    there; sq, sk: its queries, and its keys that are seen; with C.BOTTOM_RIGHT, shift: by how much its diagonal moves.
-    With C.SPLIT_KV, split: which of the tile's splits this is, -1 for a tile that is not split. With C.FROZEN_MAX,
-    recompute: not 0 where the tile overflowed and is computed again. With C.MASK_PLAN, blocks: how many its list has,
-    of which ``partial`` come first.
+    C.PACK_GQA. batch: with C.HAS_CU_SEQLENS its sequence, the last one for rows behind them all. With C.VARLEN,
+    row_start and rows: where the sequence lies in its tensor, and how many rows it has there; sq, sk: its queries, and
+    its keys that are seen; with C.BOTTOM_RIGHT, shift: by how much its diagonal moves. With C.SPLIT_KV, split: which of
+    the tile's splits this is, -1 for a tile that is not split. With C.FROZEN_MAX, recompute: not 0 where the tile
+    overflowed and is computed again. With C.MASK_PLAN, blocks: how many its list has, of which ``partial`` come first.
     """
 
     first: Any
@@ -163,6 +163,7 @@ def locate_tile(number, grid, bounds, lengths, C: gl.constexpr):
         row_k, _rows, sk = extent(cu_k, seqlens_k, sequence, count, bounds.sk)
         if C.HAS_CU_SEQLENS:
             first -= (row_q // ROWS + sequence) * ROWS
+            batch = gl.minimum(sequence, count - 1)
         shift = sk - sq
         seen = sk
         if C.HAS_UPPER:

@@ -27,7 +27,7 @@ class Config(NamedTuple):
 class DQConfig(NamedTuple):
     """What is fixed when dq_d256.py's kernel is compiled: which bounds the mask has.
 
-    The last ones are what tile_scheduler.py, softmax.py and d128.write_gradient read, always the same.
+    The last ones are what tile_scheduler.py, mask_ranges.py, softmax.py and d128.write_gradient read, always the same.
     """
 
     HAS_LOWER: bool
@@ -38,6 +38,7 @@ class DQConfig(NamedTuple):
     HAS_CU_SEQLENS: bool = False
     TILES_FROM_END: bool = False
     MASK_PLAN: bool = False
+    HAS_DROPOUT: bool = False
 
 
 class Inputs(NamedTuple):

@@ -10,13 +10,11 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from tilewise.kernels.hopper.philox import FACTORS, KEY_STEPS, ROUNDS, philox_round
 from tilewise.kernels.hopper.pipeline import optimization_barrier
 from tilewise.problem.options import DRAW_SPAN
 
 _SPAN = gl.constexpr(DRAW_SPAN)
-_ROUNDS = gl.constexpr(7)  # of Philox4x32; Salmon et al., 2011, table 2: passes BigCrush
-_FACTORS = gl.constexpr((0xD2511F53, 0xCD9E8D57))
-_KEY_STEPS = gl.constexpr((0x9E3779B9, 0xBB67AE85))
 # A thread's counters, (keys, queries): of every 16 keys or queries the first 8. Its 32 scores are the same 8 places, at
 # them and at what lies 8 behind, so that words need no other thread.
 _COUNTERS = gl.constexpr(gl.DistributedLinearLayout(
@@ -53,15 +51,6 @@ class Draws(NamedTuple):
 
 
 @gluon.jit
-def _philox_round(c0, c1, c2, c3, k0, k1):
-    """One round of Philox4x32. A word has no more dims than what it depends on, at first none, or one."""
-    from_a = c0.to(gl.uint64) * _FACTORS[0]
-    from_c = c2.to(gl.uint64) * _FACTORS[1]
-    return ((from_c >> 32).to(gl.uint32) ^ c1 ^ k0, from_c.to(gl.uint32), (from_a >> 32).to(gl.uint32) ^ c3 ^ k1,
-            from_a.to(gl.uint32))
-
-
-@gluon.jit
 def draw(low, high, row, first_query, first_key):
     """Return two words for each counter of 64 keys and queries, (32, 32): of query i, and of query i + 8.
 
@@ -79,12 +68,12 @@ def draw(low, high, row, first_query, first_key):
     c3 = c2 & 0
     k0 = low.to(gl.uint32)
     k1 = high.to(gl.uint32)
-    for _ in gl.static_range(_ROUNDS - 1):
-        c0, c1, c2, c3 = _philox_round(c0, c1, c2, c3, k0, k1)
-        k0 += _KEY_STEPS[0]
-        k1 += _KEY_STEPS[1]
+    for _ in gl.static_range(ROUNDS - 1):
+        c0, c1, c2, c3 = philox_round(c0, c1, c2, c3, k0, k1)
+        k0 += KEY_STEPS[0]
+        k1 += KEY_STEPS[1]
     # The last round makes two words at a time, and a thread's keys are all odd or all even.
-    product = gl.where(is_odd, c0, c2).to(gl.uint64) * gl.where(is_odd, _FACTORS[0], _FACTORS[1]).to(gl.uint64)
+    product = gl.where(is_odd, c0, c2).to(gl.uint64) * gl.where(is_odd, FACTORS[0], FACTORS[1]).to(gl.uint64)
     near = (product >> 32).to(gl.uint32) ^ gl.where(is_odd, c3, c1) ^ gl.where(is_odd, k1, k0)
     return near, product.to(gl.uint32)
 

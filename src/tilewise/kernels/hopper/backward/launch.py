@@ -12,7 +12,6 @@ from tilewise.kernels.enqueue import Enqueue
 from tilewise.kernels.hopper.arguments import (
     BackwardNumbers,
     BackwardPointers,
-    DropoutNumbers,
     Lengths,
     MaskBounds,
     PlanNumbers,
@@ -21,10 +20,9 @@ from tilewise.kernels.hopper.arguments import (
     TileGrid,
 )
 from tilewise.kernels.hopper.backward.config import HopperBackwardConfig, HopperBackwardSchedule
-from tilewise.kernels.hopper.launch import OPTIONS, bounds_of, counter_of, gluon_dtype, scaling_of
+from tilewise.kernels.hopper.launch import OPTIONS, bounds_of, counter_of, dropout_of, gluon_dtype, scaling_of
 from tilewise.masks import Span
 from tilewise.problem import AttentionProblem, Sizes, dense_strides, legal_strides, padded_dim
-from tilewise.problem.options import DRAWS
 
 _NO_DATA = (None,) * 7  # cu_seqlens_q, cu_seqlens_k, seqlens_q, seqlens_k, dropout's seed, a plan's lists and bits
 
@@ -75,7 +73,8 @@ class HopperBackward:
         self.scalars = (
             BackwardNumbers(TileGrid(tiles, problem.hk, problem.b, swizzle),
                             MaskBounds(sq, len(self.keys), lower, upper), problem.group,
-                            Scales(_gradient_scale(problem), *scaling_of(problem)), count, _dropout_of(problem),
+                            Scales(_gradient_scale(problem), *scaling_of(problem)), count,
+                            dropout_of(problem, problem.seeing_queries.start),
                             None if plan is None else PlanNumbers(*plan)),
             constants)
         self.forms = self._forms(problem, chunks)
@@ -325,15 +324,6 @@ def _gradient_scale(problem: AttentionProblem) -> float:
     """Return what dK and dQ are multiplied by: the scale. With dropout dS is computed times 2 (1 - p)."""
     dropout_p = problem.scores.dropout_p
     return problem.scale * 0.5 / (1.0 - dropout_p) if dropout_p else problem.scale
-
-
-def _dropout_of(problem: AttentionProblem) -> DropoutNumbers:
-    """Return the kernel's numbers for dropout."""
-    dropout_p = problem.scores.dropout_p
-    if not dropout_p:
-        return DropoutNumbers()
-    return DropoutNumbers(int(dropout_p * DRAWS), 2.0 * (1.0 - dropout_p), 1.0 / (1.0 - dropout_p),
-                          problem.seeing_queries.start, problem.seen_keys.start)
 
 
 def rows_of(tensors: tuple[torch.Tensor, ...], queries: Span, keys: Span) -> tuple[torch.Tensor, ...]:

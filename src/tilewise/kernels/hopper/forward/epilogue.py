@@ -153,6 +153,8 @@ def write_tile(result, tile, row, args, out_tiles, OWN: gl.constexpr, C: gl.cons
     normalizer = 1.0 / gl.where(weight == 0.0, 1.0, weight)
     if sinks_ptr is not None:
         normalizer = normalizer * decay
+    if C.HAS_DROPOUT:
+        normalizer = normalizer * args.dropout.dv_scale
     acc = rescale(acc, normalizer)
     if C.VARLEN:
         acc = blank(acc, length - row)

@@ -19,8 +19,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewise.kernels.hopper.compat import COPIES_LEFT_OPERANDS, tma_store_wait
+from tilewise.kernels.hopper.forward.dropout import draws_of, drop
 from tilewise.kernels.hopper.forward.epilogue import Outputs, Rows, floats_per_partial, write
 from tilewise.kernels.hopper.forward.producer import load
+from tilewise.kernels.hopper.forward.scores import add_to_scores, bias_of_step, scores_of_tile
 from tilewise.kernels.hopper.forward.split_kv import blocks_of_tile
 from tilewise.kernels.hopper.forward.types import (
     Args,
@@ -106,6 +108,7 @@ def attend_block(step, count, q, state, view, kv, scaling, OWN: gl.constexpr, MA
     words = ()
     if MASKED:
         words = bits_of_step(step, view, C.BLOCK_N, C)
+    bias = bias_of_step(step, view, MASKED, C)
     consumer_wait(kv.full, count, C.KV_STAGES)
     stage = count % C.KV_STAGES
     order_barrier_wait(OWN, C.PING_PONG)
@@ -113,13 +116,14 @@ def attend_block(step, count, q, state, view, kv, scaling, OWN: gl.constexpr, MA
     acc_pending = issue_out(probs, kv.v_tiles, stage, acc, C)
     order_barrier_arrive(OWN, C.CONSUMERS, C.PING_PONG)
     s = cap(warpgroup_mma_wait(len(C.DV) * len(probs), deps=(s_pending,)), scaling.squash)
+    s = add_to_scores(s, step, bias, view, scaling, C)
     if MASKED:
         s = hide_pairs(s, step, words, view, C)
     if FROZEN_MAX:  # in a row that has seen no key exponents are inf here, and it overflows
         subtracted = shift
         factor = None
     else:
-        shift, subtracted, factor = update_shift(s, shift, scaling, MASKED)
+        shift, subtracted, factor = update_shift(s, shift, scaling, MASKED or C.HAS_BIAS)
     PEAKS: gl.constexpr = FROZEN_MAX and corrects_rounding(C, DTYPE)
     if C.PARTS == 2:
         low, high = split_halves(s)
@@ -127,9 +131,11 @@ def attend_block(step, count, q, state, view, kv, scaling, OWN: gl.constexpr, MA
         low_sum = sum_of(low, C)
         if not (COPIES_LEFT_OPERANDS and C.CONSUMERS == 3):  # with the 160 registers of three warpgroups copies spill
             low_sum = scheduling_fence(low_sum)
+        low = drop(low, kv_block_start(step, view.blocks, C), view.draws, C)
     else:
         p = exponentials(s, subtracted, scaling, FROZEN_MAX)
         row_sum = scaled_sum(row_sum, factor, p, C)
+        p = drop(p, kv_block_start(step, view.blocks, C), view.draws, C)
         if PEAKS:
             peak = gl.maximum(peak, peak_of(p))
     acc = finish(acc_pending, 0)
@@ -138,7 +144,8 @@ def attend_block(step, count, q, state, view, kv, scaling, OWN: gl.constexpr, MA
     if C.PARTS == 2:
         high = exponentials(high, subtracted, scaling, FROZEN_MAX)
         row_sum = scaled_sum(row_sum, factor, high, C) + low_sum
-        probs = (pack_pairs(low, DTYPE), pack_pairs(high, DTYPE))
+        high = drop(high, kv_block_start(step, view.blocks, C) + C.BLOCK_N // 2, view.draws, C)
+        probs = (pack_pairs(low, DTYPE, C.HAS_DROPOUT), pack_pairs(high, DTYPE, C.HAS_DROPOUT))
         if PEAKS:
             peak = gl.maximum(gl.maximum(peak, peak_of(low)), peak_of(high))
     else:
@@ -236,7 +243,8 @@ def attend_tiles(tile, count, tile_count, args, smem, OWN: gl.constexpr, C: gl.c
         bits = ()
         if C.MASK_PLAN:
             bits = bits_of_rows(args.plan, tile.batch, tile.head, tile.first // 64 + OWN)
-        view = TileView(row, blocks, bounds, bits)
+        view = TileView(row, blocks, bounds, bits, scores_of_tile(tile, args.operands, args.diagonal, C), args.operands,
+                        draws_of(tile, row, args.seed, args.grid.heads, args.dropout, C))
         empty_rows = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, S_LAYOUT))
         if C.MASK_PLAN:
             # A row that sees a key of full blocks alone overflows with C.FROZEN_MAX. It is rare: of a causal mask the
@@ -257,14 +265,16 @@ def attend_tiles(tile, count, tile_count, args, smem, OWN: gl.constexpr, C: gl.c
             if row >= bounds.sq:
                 count = skip_blocks(begin, blocks.count, count, kv, OWN, C)
                 begin = blocks.count
-        s = cap(s, scaling.squash)
+        s = add_to_scores(cap(s, scaling.squash), 0, bias_of_step(0, view, True, C), view, scaling, C)
         if masked >= begin:
             s = hide_pairs(s, 0, bits_of_step(0, view, C.BLOCK_N, C), view, C)
         before = gl.convert_layout(empty_rows, gl.SliceLayout(1, s.type.layout))
         shift, subtracted, _factor = update_shift(s, before, scaling, True)
         p = exponentials(s, subtracted, scaling, False)
         shift = gl.convert_layout(shift, empty_rows.type.layout)
-        state = State(split_halves_packed(p, DTYPE, C), zeros(C), shift, sum_of(p, C), no_peak())
+        row_sum = sum_of(p, C)
+        p = drop(p, kv_block_start(0, blocks, C), view.draws, C)
+        state = State(split_halves_packed(p, DTYPE, C), zeros(C), shift, row_sum, no_peak())
         if C.VARLEN:
             keep = bounds.sk - kv_block_start(0, blocks, C)
             if (keep < C.BLOCK_N) & (begin == 1):  # the first block alone may reach past the keys
@@ -322,13 +332,13 @@ def registers(consumers):
 
 
 @gluon.jit
-def hopper_forward_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, out_desc, lse_ptr, counter, pointers, lengths,
-                          numbers, C: gl.constexpr):
+def hopper_forward_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, out_desc, lse_ptr, counter, pointers,
+                          operands, lengths, numbers, C: gl.constexpr):
     """Compute out and lse.
 
     A descriptor for each chunk of columns of q, k and v, the second one None where there is one chunk. counter: int32,
-    0: the dynamic tile scheduler's. pointers, lengths, numbers: a ForwardPointers, a Lengths and a ForwardNumbers
-    (arguments.py).
+    0: the dynamic tile scheduler's. pointers, operands, lengths, numbers: a ForwardPointers, a ScoreOperands, a Lengths
+    and a ForwardNumbers (arguments.py).
     """
     NC: gl.constexpr = C.CONSUMERS
     descs = Descriptors(as_tuple(q_desc, q_rest), as_tuple(k_desc, k_rest), as_tuple(v_desc, v_rest))
@@ -354,7 +364,8 @@ def hopper_forward_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, out_de
         partial_ptr += splits.first_row.to(gl.int64) * splits.num_splits * -floats_per_partial(C.DV)
     args = Args(descs, numbers.grid, numbers.bounds, numbers.group, numbers.scaling,
                 (lengths.cu_q, lengths.cu_k, lengths.q, lengths.k, numbers.count), splits,
-                MaskPlan(pointers.lists, pointers.bits, numbers.plan),
+                MaskPlan(pointers.lists, pointers.bits, numbers.plan), operands, numbers.diagonal,
+                pointers.seed, numbers.dropout,
                 Outputs(out_desc, pointers.out, lse_ptr, pointers.sinks, numbers.sinks_stride, partial_ptr))
     smem = Smem(q_pipe, kv_pipe, queue, overflow, out_tiles)
     REGISTERS: gl.constexpr = registers(NC)

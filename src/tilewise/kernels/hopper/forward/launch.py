@@ -16,10 +16,11 @@ from tilewise.kernels.hopper.arguments import (
     MaskBounds,
     PlanNumbers,
     Scaling,
+    ScoreOperands,
     TileGrid,
 )
 from tilewise.kernels.hopper.forward.config import HopperForwardConfig, HopperForwardSchedule
-from tilewise.kernels.hopper.launch import OPTIONS, bounds_of, counter_of, gluon_dtype, scaling_of
+from tilewise.kernels.hopper.launch import OPTIONS, bounds_of, counter_of, dropout_of, gluon_dtype, scaling_of
 from tilewise.masks import Span
 from tilewise.problem import AttentionProblem, Sizes, legal_strides
 from tilewise.problem.options import NO_OPERANDS, Operands
@@ -55,7 +56,7 @@ class HopperForward:
         chunks, columns = config.head_dim_chunks(problem), config.out_buffers(problem)[0]
         self.is_packed = problem.sequences.packed is not None
         lower, upper, count, _is_shifted = bounds_of(problem)
-        (scale_log2, squash), pack_gqa, split_kv = scaling_of(problem), schedule.pack_gqa, schedule.split_kv
+        pack_gqa, split_kv = schedule.pack_gqa, schedule.split_kv
         heads = problem.hq if pack_gqa == 1 else problem.hk
         tiles = problem.sequences.slots(problem.sq * pack_gqa, 64 * config.consumers)
         total = tiles * heads * problem.b
@@ -71,9 +72,9 @@ class HopperForward:
             ForwardNumbers(
                 TileGrid(tiles, heads, problem.b, schedule.heads_per_swizzle),
                 MaskBounds(problem.sq, len(self.keys), lower or 0, upper or 0), problem.group, count,
-                Scaling(scale_log2, squash, exact_scale_of(scale_log2)),
-                KVSplits() if split_kv is None else KVSplits(whole, num_splits, first_row),
-                self.sinks_stride if split_kv is None else None, None if plan is None else PlanNumbers(*plan)),
+                scaling_of_scores(problem), KVSplits() if split_kv is None else KVSplits(whole, num_splits, first_row),
+                self.sinks_stride if split_kv is None else None, None if plan is None else PlanNumbers(*plan),
+                _diagonal(problem), dropout_of(problem, 0)),
             _kernel_config(problem, config, schedule))
         self.enqueue = Enqueue(self.kernel, self.grid, self.scalars, OPTIONS,
                                specialized=self.kernel.arg_names.index("lengths"))
@@ -90,6 +91,7 @@ class HopperForward:
         # Where the first row that is read begins, in bytes.
         self.offsets = tuple(self.keys.start * strides[2] * problem.dtype.itemsize
                              for strides in (problem.k_strides, problem.v_strides))
+        self.added = _strides_of_operands(problem)
 
     def __call__(self, tensors: Callable[[], tuple[torch.Tensor, ...]], addresses: tuple[int, int, int],
                  out: torch.Tensor, lse: torch.Tensor, operands: Operands = NO_OPERANDS,
@@ -100,7 +102,7 @@ class HopperForward:
             tensors: returns q, k and v, which lie at the addresses.
             addresses: theirs.
             out, lse: are written.
-            operands: sinks and lengths; other operands are not read. With ``partial``, none.
+            operands: sinks, seed, bias, ALiBi slopes and lengths; others are not read. With ``partial``, none.
             partial: see the class.
             aligned: whether each operand is known to begin at a multiple of 16 bytes.
             plan: the lists and bits of the mask plan, where the problem needs one.
@@ -110,9 +112,9 @@ class HopperForward:
         described = self.described((at_q, at_k + offset_k, at_v + offset_v, at_out, None))
         rest = [] if partial is None else [partial.data_ptr()]
         if operands is not NO_OPERANDS or plan is not NO_PLAN:
-            sinks, *lengths = _taken(operands)
-            rest = [tensor.data_ptr() for tensor in (out if self.is_packed else None, sinks, *plan, *lengths)
-                    if tensor is not None]
+            sinks, seed, *others = self._taken(operands)
+            given = (out if self.is_packed else None, sinks, seed, *plan, *others)
+            rest = [tensor.data_ptr() for tensor in given if tensor is not None]
         # What torch allocates is aligned, as the backend wants q, k and v to be; so are the rows that are read.
         self.enqueue((*described, lse.data_ptr(), counter.data_ptr(), *rest),
                      lambda: self.arguments((*tensors(), out, lse), counter, operands, partial, plan),
@@ -122,18 +124,22 @@ class HopperForward:
                   partial: torch.Tensor | None = None, plan: Plan = NO_PLAN) -> tuple[Any, ...]:
         """Return descriptors of q, k, v and out by chunks, then what the kernel reads and writes by its address."""
         q, k, v, out, lse = tensors
-        sinks, *lengths = _taken(operands)
-        pointers = ForwardPointers(out if self.is_packed else None, partial, sinks, *plan)
+        sinks, seed, bias, slopes, *lengths = self._taken(operands)
+        pointers = ForwardPointers(out if self.is_packed else None, partial, sinks, seed, *plan)
         k, v = _rows(k, self.keys), _rows(v, self.keys)
         q, out = _grouped(q, self.group), _grouped(out, self.group)
         described = [block and self.describe(tensor, list(tensor.shape), legal_strides(tensor), *block)
                      for tensor, block in zip([(q, k, v, out)[i] for i in _DESCRIBED], self.blocks, strict=True)]
-        return (*described, lse, counter, pointers, Lengths(*lengths))
+        added = self.added._replace(bias=bias, slopes=slopes)
+        return (*described, lse, counter, pointers, added, Lengths(*lengths))
 
-
-def _taken(operands: Operands) -> tuple[torch.Tensor | None, ...]:
-    """Return what the kernel takes of a call's operands: the sinks, and the lengths."""
-    return (operands.sinks, operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqlens_q, operands.seqlens_k)
+    def _taken(self, operands: Operands) -> tuple[torch.Tensor | None, ...]:
+        """Return what the kernel takes of a call's operands: sinks, seed, bias, slopes, and the lengths."""
+        bias = operands.bias
+        if bias is not None and self.keys.start and bias.shape[3] > 1:
+            bias = bias[..., self.keys.start:]
+        return (operands.sinks, operands.seed, bias, operands.alibi_slopes,
+                operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqlens_q, operands.seqlens_k)
 
 
 def _kernel_config(problem: AttentionProblem, config: HopperForwardConfig, schedule: HopperForwardSchedule) -> Any:
@@ -149,7 +155,33 @@ def _kernel_config(problem: AttentionProblem, config: HopperForwardConfig, sched
         HAS_LOWER=lower is not None, HAS_UPPER=upper is not None, TILES_FROM_END=schedule.tiles_from_end,
         SKIP_PADDING=schedule.skip_padding, PARTS=schedule.softmax_parts, FROZEN_MAX=schedule.frozen_max,
         SINK_BLOCK_FIRST=schedule.sink_block_first, SPLIT_KV=splits, MASK_PLAN=not problem.is_banded,
-        VARLEN=count is not None, HAS_CU_SEQLENS=problem.sequences.packed is not None, BOTTOM_RIGHT=is_shifted)
+        HAS_BIAS=problem.scores.bias is not None, HAS_ALIBI=problem.scores.alibi_slopes is not None,
+        SEES_AHEAD=problem.sees_ahead, HAS_DROPOUT=problem.scores.dropout_p > 0.0, VARLEN=count is not None,
+        HAS_CU_SEQLENS=problem.sequences.packed is not None, BOTTOM_RIGHT=is_shifted)
+
+
+def scaling_of_scores(problem: AttentionProblem) -> Scaling:
+    """Return what scores are multiplied by; natural ones where something is added to them."""
+    scale_log2, squash = scaling_of(problem)
+    if not problem.scores.adds_to_scores:
+        return Scaling(scale_log2, squash, exact_scale_of(scale_log2))
+    log2e = math.log2(math.e)
+    return Scaling(log2e, squash, exact_scale_of(log2e), problem.scores.softcap or problem.scale)
+
+
+def _strides_of_operands(problem: AttentionProblem) -> ScoreOperands:
+    """Return the strides of the bias and the slopes, broadcast to all pairs."""
+    bias, slopes = problem.scores.bias, problem.scores.alibi_slopes
+    strides = [*([None] * 4 if bias is None else bias.expanded(problem.pairs)),
+               *([None] * 2 if slopes is None else slopes.expanded(problem.pairs[:2]))]
+    return ScoreOperands(None, None, *[None if stride == 1 else stride for stride in strides])
+
+
+def _diagonal(problem: AttentionProblem) -> int | None:
+    """Return the key to which query 0 has no distance (arguments.ForwardNumbers)."""
+    if problem.scores.alibi_slopes is None or problem.sequences.are_data:
+        return None
+    return problem.mask.offset(problem.sq, problem.sk) - problem.seen_keys.start
 
 
 def exact_scale_of(scale_log2: float) -> float:

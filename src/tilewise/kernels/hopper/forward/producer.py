@@ -76,10 +76,11 @@ def load_first(args, smem, tile, row_k, tile_count, count, v_place, C: gl.conste
     head_k = tile.head if C.PACK_GQA > 1 else tile.head // args.group
     blocks = blocks_of_tile(tile, bounds_of_tile(tile, args.bounds, C), args.splits, args.plan, C)
     row = row_k + kv_block_start(0, blocks, C)
-    load_kv(args, smem, count, (tile.batch, head_k, row), v_place, C)
+    batch = 0 if C.HAS_CU_SEQLENS else tile.batch
+    load_kv(args, smem, count, (batch, head_k, row), v_place, C)
     first_row = rows_of(tile, args.bounds.sq, C)[0] + tile.first
-    load_queries(args, smem, tile_count, (tile.batch, tile.head, first_row), C)
-    return blocks, tile.batch, head_k, row
+    load_queries(args, smem, tile_count, (batch, tile.head, first_row), C)
+    return blocks, batch, head_k, row
 
 
 @gluon.jit

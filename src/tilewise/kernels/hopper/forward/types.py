@@ -22,6 +22,8 @@ class Config(NamedTuple):
     SPLIT_KV: 1: every tile's keys are split, 2: some tiles are whole; another kernel combines the partial results. Then
     the work tile is read again behind its blocks, and takes no registers in them.
     MASK_PLAN: lists name the blocks of each tile, and bits the pairs of partial ones (mask_plan.py).
+    HAS_DROPOUT: whether there is dropout (dropout.py).
+    HAS_BIAS, HAS_ALIBI: what is added to scores (scores.py). SEES_AHEAD: some query may see a key ahead of its place.
     VARLEN, HAS_CU_SEQLENS, BOTTOM_RIGHT: lengths are data on the device; sequences are packed, one behind the other in
     one batch element; the diagonal runs through the last query and key of each.
     """
@@ -45,6 +47,10 @@ class Config(NamedTuple):
     SINK_BLOCK_FIRST: bool
     SPLIT_KV: int
     MASK_PLAN: bool
+    HAS_BIAS: bool
+    HAS_ALIBI: bool
+    SEES_AHEAD: bool
+    HAS_DROPOUT: bool
     VARLEN: bool
     HAS_CU_SEQLENS: bool
     BOTTOM_RIGHT: bool
@@ -59,7 +65,11 @@ class Descriptors(NamedTuple):
 
 
 class Args(NamedTuple):
-    """What the launch gives to every warp. group: query heads a kv head. plan: a mask_plan.MaskPlan."""
+    """What the launch gives to every warp.
+
+    group: query heads a kv head. plan: a mask_plan.MaskPlan. operands, diagonal: of scores.scores_of_tile. seed,
+    dropout: of dropout.draws_of.
+    """
 
     descs: Any
     grid: Any
@@ -69,6 +79,10 @@ class Args(NamedTuple):
     lengths: Any
     splits: Any
     plan: Any
+    operands: Any
+    diagonal: Any
+    seed: Any
+    dropout: Any
     outputs: Any
 
 
@@ -134,10 +148,14 @@ class State(NamedTuple):
 class TileView(NamedTuple):
     """A work tile as a warpgroup sees it: its own first row, the tile's blocks of keys, and the mask's bounds.
 
-    bits: with C.MASK_PLAN, a pointer to those of its rows.
+    bits: with C.MASK_PLAN, a pointer to those of its rows. scores: a scores.TileScores; operands: what it is of.
+    draws: a dropout.Draws.
     """
 
     row: Any
     blocks: Any
     bounds: Any
     bits: Any
+    scores: Any
+    operands: Any
+    draws: Any
