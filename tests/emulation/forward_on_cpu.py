@@ -4,7 +4,8 @@ import math
 
 import torch
 
-from emulation.gluon_on_cpu import Descriptor, Pointer, Tensor, run
+from emulation.gluon_on_cpu import Descriptor, Pointer, run
+from emulation.gluon_values import whole
 from emulation.hopper_calls import bound_forward
 from emulation.plan_on_cpu import plan_constants
 from tilewise.kernels.hopper import mask_plan, mask_ranges, pipeline, products, softmax, varlen
@@ -95,7 +96,7 @@ def _as_kernels_have(given, written=()):
         if any(given is one for one in written):
             return Pointer(given.view(-1))
         return Pointer(torch.empty(0, dtype=given.dtype).set_(given.untyped_storage()), given.storage_offset())
-    return torch.tensor(given).as_subclass(Tensor) if type(given) is int else given
+    return whole(given)
 
 
 def published_tiles(monkeypatch, *, recomputed_only=False):

@@ -1,14 +1,14 @@
 """A warp-specialised Gluon kernel on the CPU: its source as plain Python, a thread for each partition of its warps.
 
 Gluon has no interpreter. Here a tensor is torch's, shared memory is memory, and a barrier counts arrivals and bytes as
-Hopper's do. What is asynchronous happens late: a copy lands a moment after it was asked for, and a product reads its
-operands when it is waited for, so that a slot that is filled anew too early gives wrong numbers, and a barrier that
-nobody completes ends the test. Nor may a sum be read that the last wait has not waited for.
+Hopper's do. What is asynchronous happens as early or as late as it can: a copy lands when it is asked for or when its
+barrier is waited for, and a product reads its operands when it is waited for, so that a slot that is filled anew too
+early, or read too early, gives wrong numbers, and a barrier that nobody completes ends the test. Nor may a sum be read
+that the last wait has not waited for.
 """
 
 import random
 import threading
-import time
 from functools import partial
 from types import SimpleNamespace
 
@@ -16,53 +16,9 @@ import pytest
 import torch
 from triton.runtime.jit import JITFunction
 
+from emulation.gluon_values import Dtype, Tensor, whole
+
 PATIENCE = 20.0  # seconds after which a wait is a deadlock
-
-
-class Tensor(torch.Tensor):
-    """torch's, with what Gluon's has beside it."""
-
-    type = SimpleNamespace(layout=None)
-    factors = None  # of a product in float32
-
-    def __mul__(self, other):
-        product = torch.Tensor.__mul__(self, other)
-        if isinstance(product, Tensor) and product.dtype is torch.float32:
-            product.factors = self, other
-        return product
-
-    def __add__(self, other):
-        return self._fused(torch.Tensor.__add__, other)
-
-    def __sub__(self, other):
-        return self._fused(torch.Tensor.__sub__, other)
-
-    def _fused(self, combine, other):
-        """A product that something is added to, or taken off, is not rounded before: as launch.OPTIONS ask for."""
-        if self.factors is None:
-            return combine(self, other)
-        left, right = (torch.as_tensor(factor, dtype=torch.float32).double() for factor in self.factors)
-        return combine(left * right, torch.as_tensor(other).double()).float().as_subclass(Tensor)
-
-    def to(self, dtype, bitcast=False):
-        dtype = getattr(dtype, "torch", dtype)
-        return self.view(dtype) if bitcast else torch.Tensor.to(self, dtype)
-
-    def split(self):
-        return self.unbind(-1)
-
-    def __iadd__(self, other):
-        return self + other  # values have names, not places
-
-    def __isub__(self, other):
-        return self - other
-
-
-class Dtype:
-    """A number's type, as a kernel asks for it."""
-
-    def __init__(self, dtype):
-        self.torch, self.primitive_bitwidth = dtype, 8 * dtype.itemsize
 
 
 class Pointer:
@@ -117,6 +73,7 @@ class Barrier:
     def __init__(self, arrivals):
         self.arrivals = self.missing = arrivals
         self.bytes, self.phase, self.changed = 0, 0, threading.Condition()
+        self.copies = []  # that land when somebody waits
 
     def change(self, arrivals, size):
         with self.changed:
@@ -127,9 +84,18 @@ class Barrier:
                 self.missing, self.phase = self.arrivals, self.phase ^ 1
                 self.changed.notify_all()
 
+    def land_late(self, copy):
+        with self.changed:
+            self.copies.append(copy)
+            self.changed.notify_all()
+
     def wait(self, parity):
         with self.changed:
-            assert self.changed.wait_for(lambda: self.phase != parity, PATIENCE), "a deadlock"
+            while self.phase == parity:
+                if self.copies:
+                    self.copies.pop(random.randrange(len(self.copies)))()
+                else:
+                    assert self.changed.wait(PATIENCE), "a deadlock"
 
 
 class Descriptor:
@@ -161,11 +127,13 @@ class Descriptor:
 
 def _copy(desc, place, barrier, target):
     def land():
-        time.sleep(random.random() * 2e-3)
         target.store(desc.read(place))
         barrier.change(0, -desc.block_type.nbytes)
 
-    threading.Thread(target=land, daemon=True).start()
+    if random.random() < 0.5:
+        land()
+    else:
+        barrier.land_late(land)
 
 
 class _Leaving(threading.local):
@@ -226,15 +194,19 @@ def _wait_for_arrivals(left):
 
 def _await_semaphore(semaphore, rank):
     """Wait for programs that run beside this one; those of lower numbers are done."""
-    end = time.monotonic() + PATIENCE * (_own.program.beside > 0)
-    while semaphore.values[semaphore.at] != rank:
-        assert time.monotonic() < end, "nobody would ever come before"
-        time.sleep(1e-4)
+    with _semaphores:
+        assert _semaphores.wait_for(lambda: semaphore.values[semaphore.at] == rank,
+                                    PATIENCE * (_own.program.beside > 0)), "nobody would ever come before"
 
 
 def _release_semaphore(semaphore, tiles):
     _wait_for_arrivals(0)
-    semaphore.values[semaphore.at] = tiles
+    with _semaphores:
+        semaphore.values[semaphore.at] = tiles
+        _semaphores.notify_all()
+
+
+_semaphores = threading.Condition()
 
 
 def _discard(pointer, count):
@@ -249,7 +221,7 @@ def _add(pointer, values, sem):
     with _adding:
         before = pointer.values[at].clone().as_subclass(Tensor)
         pointer.values.index_add_(0, at.flatten(), values.as_subclass(torch.Tensor).flatten())
-    return before
+    return whole(before)
 
 
 _adding = threading.Lock()
@@ -258,7 +230,7 @@ _adding = threading.Lock()
 def _load(pointer, mask=True, other=0.0, cache_modifier=""):
     at, mask = pointer.places(mask)
     found = pointer.values[torch.where(mask, at, 0)]
-    return torch.where(mask, found, torch.tensor(other, dtype=found.dtype)).as_subclass(Tensor)
+    return whole(torch.where(mask, found, torch.tensor(other, dtype=found.dtype)).as_subclass(Tensor))
 
 
 def _store(pointer, values, mask=True):
@@ -269,8 +241,8 @@ def _store(pointer, values, mask=True):
 
 def _multiple_of(pointer, numbers):
     """Hold a promise to the compiler against numbers, or against addresses as if the tensor began at a multiple."""
-    if isinstance(pointer, torch.Tensor):
-        assert not torch.any(pointer % numbers)
+    if not isinstance(pointer, Pointer):
+        assert not torch.any(torch.as_tensor(pointer % numbers))
         return pointer
     assert not torch.any(pointer.at[..., 0] * pointer.values.itemsize % numbers[-1])
     return pointer
@@ -319,15 +291,19 @@ def wait_for_products(left, deps):
 
 
 def _where(test, yes, no):
-    return torch.where(test, yes, no) if isinstance(test, torch.Tensor) else yes if test else no
+    return torch.where(test, yes, no) if isinstance(test, torch.Tensor) else whole(yes if test else no)
 
 
 def _of_either(scalars, tensors):
     def call(*numbers):
         is_scalar = not any(isinstance(number, torch.Tensor) for number in numbers)
-        return scalars(*numbers) if is_scalar else tensors(*map(torch.as_tensor, numbers))
+        return whole(scalars(*numbers) if is_scalar else tensors(*map(torch.as_tensor, numbers)))
 
     return call
+
+
+def _over(reduce):
+    return lambda values, *axis: whole(reduce(values, *axis))
 
 
 _own = threading.local()  # the program that a thread is of
@@ -400,13 +376,13 @@ def _full(shape, value, dtype, layout):
 def language(programs):
     """What a kernel finds under the name gl."""
     return SimpleNamespace(
-        program_id=lambda axis: torch.tensor(_own.program.number).as_subclass(Tensor),
-        num_programs=lambda axis: programs, static_range=range,
+        program_id=lambda axis: whole(_own.program.number), num_programs=lambda axis: whole(programs),
+        static_range=range,
         arange=lambda first, last, layout: torch.arange(first, last).as_subclass(Tensor), full=_full, where=_where,
         minimum=_of_either(min, torch.minimum), maximum=_of_either(max, torch.maximum), exp2=torch.exp2,
-        abs=torch.abs,
+        abs=torch.abs, multiple_of=_multiple_of, max_contiguous=_max_contiguous,
         load=_load, store=_store, atomic_add=_add, convert_layout=lambda values, *_, **__: values,
-        sum=torch.sum, max=torch.amax, log2=torch.log2, multiple_of=_multiple_of, max_contiguous=_max_contiguous,
+        sum=_over(torch.sum), max=_over(torch.amax), log2=torch.log2,
         allocate_shared_memory=_allocate, warp_specialize=_specialize,
         bfloat16=torch.bfloat16, float16=torch.float16, float32=torch.float32,
         int8=torch.int8, int32=torch.int32, int64=torch.int64, uint32=torch.int64,  # which holds any word
