@@ -23,6 +23,7 @@ def quicken(monkeypatch):
     promote_types_that_differ_alone(monkeypatch)
     know_types_by_identity(monkeypatch)
     call_builtins_directly(monkeypatch)
+    compute_with_one_type_directly(monkeypatch)
 
 
 def fuse_multiplication_and_addition(monkeypatch):
@@ -173,6 +174,70 @@ def promote_types_that_differ_alone(monkeypatch):
         return check(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
 
     monkeypatch.setattr(semantic.TritonSemantic, "binary_op_type_checking_impl", check_quickly)
+
+
+# What has the same numbers of either kind in NumPy's own broadcasting, and whether it is a comparison.
+_ELEMENTWISE = {"add": (numpy.add, False), "sub": (numpy.subtract, False), "mul": (numpy.multiply, False),
+                "less_than": (numpy.less, True), "less_equal": (numpy.less_equal, True),
+                "greater_than": (numpy.greater, True), "greater_equal": (numpy.greater_equal, True),
+                "equal": (numpy.equal, True)}
+_DIRECT = {id(core.float32): numpy.float32, id(core.int32): numpy.int32, id(core.int64): numpy.int64}
+
+
+def compute_with_one_type_directly(monkeypatch):
+    """Hand NumPy two tensors of one type, or one and a number of its kind: it broadcasts them itself, and faster.
+
+    Of any other operands, such as pointers, Triton makes what it would.
+    """
+    for name, (compute, compares) in _ELEMENTWISE.items():
+        apart = getattr(semantic.TritonSemantic, name)
+        monkeypatch.setattr(semantic.TritonSemantic, name, _elementwise(apart, compute, compares))
+
+
+def _elementwise(apart, compute, compares):
+    binary, tensor, handle_of = interpreter.InterpreterBuilder.binary_op, core.tensor, interpreter.TensorHandle
+
+    @wraps(apart)
+    def elementwise(self, lhs, rhs, *options, **named):
+        like = _type_of_both(lhs, rhs)
+        if like is None:
+            return apart(self, lhs, rhs, *options, **named)
+        dtype = like.scalar
+        left, right = (value.handle if type(value) is tensor else
+                       handle_of(numpy.array([value], _DIRECT[id(dtype)]), dtype) for value in (lhs, rhs))
+        made = binary(self.builder, left, right, compute)
+        return tensor(made, like.with_element_ty(core.int1) if compares else like)
+
+    return elementwise
+
+
+def _type_of_both(lhs, rhs):
+    """Return the type of what two operands are broadcast to, or None where Triton is to find it."""
+    if type(lhs) is not core.tensor:
+        lhs, rhs = rhs, lhs
+        if type(lhs) is not core.tensor:
+            return None
+    dtype, own = lhs.dtype, lhs.type
+    if id(dtype) not in _DIRECT:
+        return None
+    if type(rhs) is core.tensor:
+        other = rhs.type
+        if rhs.dtype is not dtype:
+            return None
+        if not other.is_block():
+            return own
+        if not own.is_block():
+            return other
+        left, right = lhs.handle.data.shape, rhs.handle.data.shape
+        if left == right:
+            return own
+        if len(left) != len(right) or not all(one in (1, side) or side == 1 for one, side in zip(
+                left, right, strict=True)):
+            return None
+        return core.block_type(dtype, [side if one == 1 else one for one, side in zip(left, right, strict=True)])
+    if dtype is core.float32:
+        return own if type(rhs) in (int, float) else None
+    return own if type(rhs) is int and dtype.get_int_min_value() <= rhs <= dtype.get_int_max_value() else None
 
 
 def know_types_by_identity(monkeypatch):

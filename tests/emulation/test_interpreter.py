@@ -28,7 +28,7 @@ def outcome(function, *arguments, **options):
     """Return what becomes of two operands, or that they were refused, and how."""
     try:
         made = function(interpreter.interpreter_semantic, *arguments, **options)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, AttributeError, OverflowError, RuntimeWarning) as error:
         return type(error), str(error)
     return [(str(one.type), [int(getattr(side, "value", side)) for side in one.shape], one.handle.data.dtype,
              one.handle.data.tolist()) for one in made]
@@ -49,6 +49,24 @@ def test_promoted_operands_are_tritons(types, is_division):
     for operands in ((left, right), (left, 3), (2.5, right)):
         got, wanted = (outcome(function, *operands, div_or_mod=is_division) for function in (quick, quick.__wrapped__))
         assert got == wanted
+
+
+NUMBERS = (3, 2.5, -1, 0.0, True, 2**31, 2**40, float("inf"))
+
+
+@pytest.mark.parametrize("name", ["add", "sub", "mul", "less_than", "less_equal", "greater_than", "greater_equal",
+                                  "equal"])
+def test_elementwise_results_are_tritons(name):
+    quick = getattr(semantic.TritonSemantic, name)
+    options = (False,) if name in ("add", "sub", "mul") else ()
+    tensors = [[tensor(shape, dtype) for shape in SHAPES] for dtype in TYPES]
+    pairs = [*itertools.chain(*(itertools.product(alike, alike) for alike in tensors)),
+             *itertools.product((alike[3] for alike in tensors), (alike[4] for alike in tensors)),
+             *((alike[place], number) for alike in tensors for place in (0, 3) for number in NUMBERS)]
+    for left, right in (*pairs, *((right, left) for left, right in pairs)):
+        got, wanted = (outcome(lambda *given, function=function: [function(*given)], left, right, *options)
+                       for function in (quick, quick.__wrapped__))
+        assert got == wanted, (left, right)
 
 
 def test_sides_that_do_not_agree_are_refused():
