@@ -26,7 +26,7 @@ from tilewise.problem.options import NO_OPERANDS, Operands
 GPU = GPUS["h200"]
 CALLS = {
     "gluon": CallShape(1024, hq=16, hk=4, d=128, mask=causal(), layout="bshd"),
-    "triton": CallShape(200, hq=2, d=64, dtype=torch.float16, mask=window(63, 0), sinks=True, backend="triton"),
+    "triton": CallShape(200, hq=2, d=16, dtype=torch.float16, mask=window(63, 0), sinks=True, backend="triton"),
     "cuda": CallShape(1024, hq=2, d=64, dtype=torch.float32, mask=causal()),
 }
 
