@@ -35,7 +35,7 @@ def drop(p, first_key, draws, constants):
     """By the reference's draws; test_gluon_dropout.py holds the kernel's own against them."""
     if not constants.HAS_DROPOUT:
         return p
-    seed = (draws.high << 32 | draws.low & 0xFFFFFFFF).reshape(1).as_subclass(torch.Tensor)
+    seed = torch.tensor([int(draws.high) << 32 | int(draws.low) & 0xFFFFFFFF])
     first_query, first_key = int(draws.first_query), int(draws.first_key + first_key)
     kept = keep_tile(seed, 1, Span(first_query, first_query + 64), Span(first_key, first_key + p.shape[1]),
                      int(draws.threshold) / 2**32, int(draws.row))[0]
