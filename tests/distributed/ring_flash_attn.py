@@ -105,6 +105,24 @@ def surroundings(mesh):
     return tuple(alone.shape), bool((dropped - alone).abs().max() > 0.1), bool(dropped.isfinite().all())
 
 
+def lengths_of_layers(mesh):
+    """Return how many tensors of lengths two layers hand on, of which each brings its own copy of cu_seqlens."""
+    group, ranks, handed_on, attend = mesh.get_group(), mesh.size(), [], ring._attend_packed
+    rows = [torch.zeros(8, heads, 8, dtype=torch.float64) for heads in (4, 2, 2)]
+
+    def recording(*given, **options):
+        handed_on.append(options["cu_seqlens_q"])
+        return attend(*given, **options)
+
+    ring._attend_packed = recording
+    try:
+        for _ in range(2):
+            ring.ring_flash_attn_varlen_func(*rows, torch.tensor([0, 2, 8], dtype=torch.int32), 6, group=group)
+    finally:
+        ring._attend_packed = attend
+    return handed_on[0].tolist() == [0, 2 * ranks, 8 * ranks], len(set(map(id, handed_on)))
+
+
 def wrong_calls(mesh):
     """Return the errors of calls that are wrong alike on all ranks, by name."""
     group, rank, ranks = mesh.get_group(), mesh.get_local_rank(), mesh.size()

@@ -32,6 +32,10 @@ def test_out_comes_alone_and_the_default_group_serves_and_batches_have_dropout(w
     assert workers.run(4, MODULE, "surroundings") == [((2, 8, 4, 8), True, True)] * 4
 
 
+def test_layers_hand_on_one_tensor_of_lengths_by_which_their_plan_is_found(workers):
+    assert workers.run(2, MODULE, "lengths_of_layers") == [(True, 1)] * 2
+
+
 UNLIKE = ("InvalidInput", "cu_seqlens_q, cu_seqlens_k and local_k_slice are not of one call of tilewise.integrations."
                           "ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens; allowed are the very objects that it "
                           "returned.")

@@ -1,18 +1,18 @@
 """What the public calls are given, checked once and put into the form that schedules take."""
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
 
 from tilewise import settings
 from tilewise.backends._support.current import autocast_dtype
-from tilewise.distributed.blocks import Call
+from tilewise.distributed.blocks import BlockTensors, Call, Documents
 from tilewise.distributed.cost_model import Sizes
 from tilewise.distributed.layouts import Layout, named_layout
 from tilewise.distributed.plan import Narrow, Problem
 from tilewise.distributed.sharding import whole_length
+from tilewise.distributed.tensor_cache import TensorCache
 from tilewise.functions import NO_FUNCTIONS
 from tilewise.masks import Mask, Span
 from tilewise.masks.cutting import MaskBlock, cut_mask
@@ -20,6 +20,7 @@ from tilewise.problem import AttentionProblem
 from tilewise.problem.length_checks import packed_lengths
 from tilewise.problem.operands import NO_LENGTHS, NO_LISTS, as_batches, longest_of, operands_of, parted
 from tilewise.problem.options import DRAW_SPAN, Operands, OperatorOptions
+from tilewise.support.caches import registered
 from tilewise.validate.call import check_distances
 from tilewise.validate.distributed import (
     check_documents,
@@ -34,7 +35,9 @@ from tilewise.validate.tensors import check_inputs, check_lengths_are_tensors
 from tilewise.validate.values import check_choices, check_numbers
 
 PACKED_NAMES = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
-Documents = tuple[torch.Tensor, torch.Tensor]  # numbers of all queries, (b|1, sq), and of all keys
+Lengths = tuple[torch.Tensor | None, ...]  # of these names
+Sequences = tuple[tuple[tuple[int, int, int, int], ...], list[list[int]]]  # Arguments.sequences and .borders
+_sequences_read = registered(TensorCache(64))
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,10 +50,11 @@ class Arguments:
         mask: by position, of the whole sequences.
         operands: of the rank, the sinks among them; bias and mask have its query rows and all key columns.
         options: of the call, without a mask.
-        documents: as above, on the device that the user had them on; or None.
+        documents: numbers of all queries, (b|1, sq), and of all keys, on the device that the user had them on; or None.
         sequences: of packed ones, as :class:`tilewise.distributed.plan.Problem` has them; None of one a batch entry.
         padding: of queries and keys of this rank: (b, 1, s, 1), bool, True = padding; or None.
         borders: of packed sequences, cu_seqlens of queries and keys.
+        sources: the user's tensors that say what a rank computes: lengths, then documents.
     """
 
     q: torch.Tensor
@@ -65,14 +69,19 @@ class Arguments:
     sequences: tuple[tuple[int, int, int, int], ...] | None
     padding: tuple[torch.Tensor | None, torch.Tensor | None]
     borders: list[list[int]] | None = None
+    sources: tuple[torch.Tensor | None, ...] = ()
+
+    @property
+    def merges(self) -> bool:
+        """Whether blocks may become one: there is no operand of the pairs."""
+        operands = self.operands
+        of_pairs = (operands.bias, operands.mask, operands.alibi_slopes, self.documents)
+        return all(own is None for own in of_pairs) and not self.options.dropout_p
 
     @property
     def problem(self) -> Problem:
         """What a plan is made from."""
-        operands = self.operands
-        of_pairs = (operands.bias, operands.mask, operands.alibi_slopes, self.documents)
-        merges = all(own is None for own in of_pairs) and not self.options.dropout_p
-        return Problem(self.queries, self.keys, self.mask, merges, self.k.shape[1], self.step, self.sequences)
+        return Problem(self.queries, self.keys, self.mask, self.merges, self.k.shape[1], self.step, self.sequences)
 
     @property
     def step(self) -> int:
@@ -107,15 +116,11 @@ class Arguments:
         b, hq, _, d = self.q.shape
         return Sizes(b, hq, self.k.shape[1], d, self.v.shape[3], self.q.element_size())
 
-    @cached_property
-    def call(self) -> Call:
-        """What the blocks of a plan have in common."""
-        numbers = None if self.documents is None else tuple(
-            [own.to(self.q.device, non_blocking=True) for own in self.documents])
+    def call(self, tensors: BlockTensors) -> Call:
+        """Return what the blocks of a plan have in common; ``tensors``: of the plan."""
         return Call(self.options, self.operands._replace(sinks=None, bias=_detached(self.operands.bias),
                                                          alibi_slopes=_detached(self.operands.alibi_slopes)),
-                    numbers, self.q.shape[1] // self.k.shape[1], self.q.device,  # type: ignore[arg-type]
-                    packed=self.sequences is not None)
+                    self.documents, tensors, self.q.shape[1] // self.k.shape[1], packed=self.sequences is not None)
 
     @property
     def narrow(self) -> Narrow | None:
@@ -155,7 +160,7 @@ def arguments_of(given: dict[str, Any], rank: int, ranks: int) -> Arguments:
     check_choices(given["scale"], given["deterministic"], given["backend"])
     check_inputs(given["q"], given["k"], given["v"])
     q, k, v = _autocast(given["q"], given["k"], given["v"])
-    band, visible, documents = _parted(given["mask"])
+    band, visible, documents, sources = _parted(given["mask"])
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_four_dims(name, tensor)
     queries, keys = _layouts((q, k, v), given, rank, ranks)
@@ -174,7 +179,7 @@ def arguments_of(given: dict[str, Any], rank: int, ranks: int) -> Arguments:
     _check_problem(q, k, v, keys.length, operands, options)
     if documents is not None:
         _check_documents(documents, q.shape[0], (queries.length, keys.length))
-    return Arguments(q, k, v, queries, keys, band, operands, options, documents, None, padding)
+    return Arguments(q, k, v, queries, keys, band, operands, options, documents, None, padding, sources=sources)
 
 
 def packed_arguments_of(given: dict[str, Any], rank: int, ranks: int) -> Arguments:
@@ -185,11 +190,13 @@ def packed_arguments_of(given: dict[str, Any], rank: int, ranks: int) -> Argumen
     check_numbers(given["softcap"], 0, given["return_aux"])
     check_choices(given["scale"], given["deterministic"], given["backend"])
     q, k, v = _autocast(*as_batches(given["q"], given["k"], given["v"]))
-    band, visible, documents = _parted(given["mask"])
+    band, visible, documents, of_documents = _parted(given["mask"])
     queries, keys = _layouts((q, k, v), given, rank, ranks)
     longest = longest_of(given["max_seqlen_q"], given["max_seqlen_k"],
                          needed=given["bias"] is not None or visible is not None)
-    sequences, borders = _sequences(given, queries.length, keys.length)
+    lengths = tuple([given[name] for name in PACKED_NAMES])
+    sequences, borders = _sequences(lengths, (given["max_seqlen_q"], given["max_seqlen_k"]),
+                                    (queries.length, keys.length))
     if band.alignment is None and (given["cu_seqlens_k"] is None or given["cu_seqlens_k"] is given["cu_seqlens_q"]):
         band = replace(band, alignment="top_left")  # lengths of queries and keys are the same
     operands = operands_of(given["bias"], given["alibi_slopes"], visible, given["sinks"], None, NO_LENGTHS, NO_LISTS,
@@ -204,16 +211,28 @@ def packed_arguments_of(given: dict[str, Any], rank: int, ranks: int) -> Argumen
             offset=band.alignment if isinstance(band.alignment, int) else None))
     if documents is not None:
         _check_documents(documents, 1, (queries.length, keys.length))
-    return Arguments(q, k, v, queries, keys, band, operands, options, documents, sequences, (None, None), borders)
+    return Arguments(q, k, v, queries, keys, band, operands, options, documents, sequences, (None, None), borders,
+                     (*lengths, *of_documents))
 
 
-def _sequences(given: dict[str, Any], *totals: int) -> tuple[tuple[tuple[int, int, int, int], ...], list[list[int]]]:
+def _sequences(lengths: Lengths, most: tuple[Any, Any], totals: tuple[int, int]) -> Sequences:
+    """Read the lengths of packed sequences as :func:`_read` does; of tensors that were read before, remember it.
+
+    On a GPU the host waits for lengths once, and not in every layer.
+    """
+    check_lengths_are_tensors(PACKED_NAMES, (lengths[0], lengths[0] if lengths[1] is None else lengths[1],
+                                             *lengths[2:]))
+    tensors, numbers = ([own if isinstance(own, torch.Tensor) is is_tensor else None for own in most]
+                        for is_tensor in (True, False))
+    return _sequences_read.get((*lengths, *tensors), (totals, *numbers, settings.checks_lengths()),
+                               lambda: _read(lengths, most, totals))
+
+
+def _read(lengths: Lengths, most: tuple[Any, Any], totals: tuple[int, int]) -> Sequences:
     """Read where packed sequences begin and end, and how much of each takes part; wait for them if on a GPU."""
-    check_lengths_are_tensors(PACKED_NAMES, (given["cu_seqlens_q"], given["cu_seqlens_q"] if given[
-        "cu_seqlens_k"] is None else given["cu_seqlens_k"], given["seqused_q"], given["seqused_k"]))
-    on_host = [None if given[name] is None else given[name].cpu() for name in PACKED_NAMES]
+    on_host = [None if own is None else own.cpu() for own in lengths]
     rows = [torch.empty(()).expand(total, 1, 1) for total in totals]
-    found = packed_lengths(rows[0], rows[1], tuple(on_host), (given["max_seqlen_q"], given["max_seqlen_k"]))
+    found = packed_lengths(rows[0], rows[1], tuple(on_host), most)
     borders = [own.tolist() for own in found[:2]]
     check_equal_counts(*map(len, borders))
     spans = []
@@ -244,11 +263,12 @@ def _options(given: dict[str, Any]) -> OperatorOptions:
         backend=given["backend"] or settings.default_backend())
 
 
-def _parted(mask: Any) -> tuple[Mask, torch.Tensor | None, Documents | None]:
+def _parted(mask: Any) -> tuple[Mask, torch.Tensor | None, Documents | None, tuple[torch.Tensor | None, ...]]:
+    """Part a mask into its band, its tensor and its documents' numbers, which are views of the last two tensors."""
     band, visible, lists, function = parted(mask)
     check_mask_to_cut(mask, has_function=function is not None, is_tiled=lists[2] is not None)
     documents = None if lists[0] is None or lists[1] is None else (lists[0][:, 0], lists[1][:, 0])
-    return band, visible, documents
+    return band, visible, documents, lists[:2]
 
 
 def _resolved(band: Mask, query_length: int, key_length: int) -> Mask:

@@ -5,9 +5,9 @@ probabilities of a block are the final ones, and with its out so is delta, so th
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,13 +15,56 @@ from tilewise.autograd.fast_path import attend, attend_with
 from tilewise.autograd.function import is_plain
 from tilewise.autograd.op import backward_op, forward_op
 from tilewise.dispatch import choose
-from tilewise.distributed.plan import Block, Step
+from tilewise.distributed.plan import Block, Borders, Step
 from tilewise.masks import Span
 from tilewise.masks.document_ranges import documents_of
 from tilewise.problem import AttentionProblem
 from tilewise.problem.options import NO_OPERANDS, Operands, OperatorOptions
 
 Tensors = tuple[torch.Tensor, ...]
+Documents = tuple[torch.Tensor, torch.Tensor]
+
+
+class BlockTensors:
+    """What a plan's blocks make of documents and borders, on a device: each tensor is made once, by the first call.
+
+    Args:
+        device: of all tensors.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._moved: Documents | None = None
+        self._documents: dict[Block, Tensors] = {}
+        self._borders: dict[Block, Tensors] = {}
+
+    def documents_of(self, block: Block, numbers: Documents) -> Tensors:
+        """Return a block's documents in the form that kernels read.
+
+        Args:
+            block: of the plan.
+            numbers: of all queries, (b|1, sq), and of all keys, (b|1, sk), on any device; the same at every call.
+        """
+        found = self._documents.get(block)
+        if found is None:
+            if numbers[0].device != self._device:
+                if self._moved is None:
+                    self._moved = (numbers[0].to(self._device, non_blocking=True),
+                                   numbers[1].to(self._device, non_blocking=True))
+                numbers = self._moved
+            rows = (block.place.query_row, len(block.queries)), (block.place.key_row, len(block.keys))
+            found = documents_of(*(own[:, first:first + length] for own, (first, length) in zip(
+                numbers, rows, strict=True)))
+            self._documents[block] = found
+        return found
+
+    def borders_of(self, block: Block, borders: Borders) -> Tensors:
+        """Return cu_seqlens of the queries and keys of a block's packed sequences, (sequences + 1,), int32."""
+        found = self._borders.get(block)
+        if found is None:
+            found = self._borders[block] = tuple(
+                [torch.tensor(own, dtype=torch.int32, device=self._device) for own in borders])
+        return found
 
 
 @dataclass(frozen=True)
@@ -32,20 +75,18 @@ class Call:
         options: of the whole call; a block's mask takes the place of the mask.
         operands: of the rank, without sinks: rows of bias and mask are those of its queries, their columns all keys.
             Of packed sequences they are whole, (sequences|1, hq|1, longest|1, longest|1).
-        documents: numbers of all queries, (b|1, sq), and of all keys, (b|1, sk), on the operands' device; or None.
+        documents: numbers of all queries, (b|1, sq), and of all keys, (b|1, sk), on any device; or None.
+        tensors: of the plan's blocks.
         group: query heads that share a head of keys.
-        device: of all tensors.
         packed: whether sequences are packed.
     """
 
     options: OperatorOptions
     operands: Operands
-    documents: tuple[torch.Tensor, torch.Tensor] | None
+    documents: Documents | None
+    tensors: BlockTensors
     group: int
-    device: torch.device
     packed: bool = False
-    _made: dict[Block, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, init=False, repr=False)
-    _borders: dict[Block, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, init=False, repr=False)
 
     def query_heads(self, heads: Span) -> Span:
         """Return the query heads of some heads of keys."""
@@ -62,9 +103,9 @@ class Call:
         if slopes is not None:
             cut["alibi_slopes"] = slopes[places_of(slopes, block, heads, packed=self.packed)]
         if self.documents is not None:
-            cut["documents_q"], cut["documents_k"] = self._documents_of(block, self.documents)
+            cut["documents_q"], cut["documents_k"] = self.tensors.documents_of(block, self.documents)
         if block.borders is not None:
-            cut["cu_seqlens_q"], cut["cu_seqlens_k"] = self._borders_of(block, self.device)
+            cut["cu_seqlens_q"], cut["cu_seqlens_k"] = self.tensors.borders_of(block, block.borders)
         return NO_OPERANDS if self.operands.seed is None and not cut else self.operands._replace(**cut)
 
     def options_of(self, block: Block, *, float32_results: bool) -> OperatorOptions:
@@ -83,23 +124,6 @@ class Call:
             left=mask.left, right=mask.right, alignment=None if isinstance(alignment, int) else alignment,
             offset=alignment if isinstance(alignment, int) else None, prefix=mask.prefix, sink_tokens=mask.sink_tokens,
             chunk=mask.chunk, dropout_origin_q=origin[0], dropout_origin_k=origin[1], float32_results=float32_results)
-
-    def _documents_of(self, block: Block, numbers: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        found = self._made.get(block)
-        if found is None:
-            rows = (block.place.query_row, len(block.queries)), (block.place.key_row, len(block.keys))
-            found = documents_of(*(own[:, first:first + length] for own, (first, length) in zip(
-                numbers, rows, strict=True)))
-            self._made[block] = found
-        return found
-
-    def _borders_of(self, block: Block, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cu_seqlens of a block of several packed sequences, (sequences + 1,), int32."""
-        found = self._borders.get(block)
-        if found is None and block.borders is not None:
-            of_q, of_k = (torch.tensor(own, dtype=torch.int32, device=device) for own in block.borders)
-            found = self._borders[block] = of_q, of_k
-        return cast("tuple[torch.Tensor, torch.Tensor]", found)
 
 
 class Summed(NamedTuple):

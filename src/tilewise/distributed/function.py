@@ -9,15 +9,8 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from tilewise.backends.base import Results
-from tilewise.distributed.blocks import (
-    Call,
-    Summed,
-    Tensors,
-    attend_to_block,
-    gradients_of_block,
-    places_of,
-    summed_of,
-)
+from tilewise.distributed.blocks import Call, Tensors, attend_to_block, gradients_of_block, places_of
+from tilewise.distributed.call_plan import CallPlan
 from tilewise.distributed.exchange import TensorForm, Transfer, empty_message, pack, start, unpack
 from tilewise.distributed.partial import PartialResults, sinks_gradient, sum_dtype
 from tilewise.distributed.plan import Block, Part, Step
@@ -27,18 +20,12 @@ from tilewise.problem import dense_strides
 
 @dataclass(frozen=True)
 class Planned:
-    """A call with its plan, on one rank; ``padding``: rows of its queries that belong to no packed sequence."""
+    """A call with its plan, on one rank."""
 
     group: dist.ProcessGroup
     rank: int
-    steps: tuple[Step, ...]
+    plan: CallPlan
     call: Call
-    padding: tuple[Span, ...] = ()
-
-    @property
-    def summed(self) -> Summed:
-        """Which results of its local calls are parts of sums."""
-        return summed_of(self.steps, self.rank)
 
 
 class _Keys:
@@ -179,7 +166,7 @@ class StepsFunction(torch.autograd.Function):
     def forward(ctx: Any, planned: Planned, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                 bias: torch.Tensor | None, slopes: torch.Tensor | None, sinks: torch.Tensor | None) -> Tensors:
         """Return out, lse and, where the options want it, max_logit."""
-        call, steps, summed = planned.call, planned.steps, planned.summed
+        call, steps, summed = planned.call, planned.plan.steps, planned.plan.summed
         parts = PartialResults(q, v.shape[3], max_logit=call.options.max_logit, summed=summed.out)
         coming = _Keys(planned, steps[0], k, v)
         for number, step in enumerate(steps):
@@ -191,7 +178,7 @@ class StepsFunction(torch.autograd.Function):
                     call, block, heads, (q, own_k, own_v), float32_results=summed.out)))
         if sinks is not None:
             parts.add_sinks(sinks)
-            for rows in planned.padding:
+            for rows in planned.plan.padding:
                 parts.results.lse[:, :, rows.start:rows.stop] = float("-inf")
         out, lse, max_logit = parts.results
         strides = dense_strides(out.shape, q.stride())
@@ -220,7 +207,7 @@ def _gradients(planned: Planned, saved: Tensors, incoming: tuple[torch.Tensor, t
                wanted: Sequence[bool]) -> tuple[torch.Tensor | None, ...]:
     """Walk the steps once more, keys and values coming as in the forward pass and their gradients going back."""
     q, k, v, out, lse, bias, slopes, sinks = saved
-    call, steps, summed, rows = planned.call, planned.steps, planned.summed, (out, lse, *incoming)
+    call, steps, summed, rows = planned.call, planned.plan.steps, planned.plan.summed, (out, lse, *incoming)
     needs = (wanted[0], wanted[1] or wanted[2], wanted[3], wanted[4])
     of_queries = [_Sum(tensor) for tensor, needed in ((q, needs[0]), (bias, needs[2]), (slopes, needs[3])) if needed]
     of_keys = _KeyGradients(planned, k, v)

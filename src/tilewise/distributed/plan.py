@@ -181,9 +181,8 @@ def all_gather_plan(problem: Problem, rank: int, groups: int, narrow: Narrow = n
     return tuple(steps)
 
 
-# Of masks by position; a plan that data narrows is made for its call.
+# Of masks by position: the estimate of a cost asks for every rank's.
 cached_ring_plan = registered(lru_cache(maxsize=256)(ring_plan))
-cached_all_gather_plan = registered(lru_cache(maxsize=256)(all_gather_plan))
 
 
 def rectangles_of(problem: Problem, rank: int, keys: Span, narrow: Narrow = no_narrowing) -> list[Rectangle]:

@@ -6,19 +6,12 @@ import torch
 import torch.distributed as dist
 
 from tilewise.distributed.arguments import Arguments
-from tilewise.distributed.blocks import check_backends, check_block, summed_of
-from tilewise.distributed.cost_model import SCHEDULES, Estimate, Links, estimates, estimates_of_rows, groups_of
+from tilewise.distributed.blocks import check_backends, check_block
+from tilewise.distributed.call_plan import call_plan
+from tilewise.distributed.cost_model import SCHEDULES, Estimate, Links, estimates, estimates_of_rows
 from tilewise.distributed.function import Planned, StepsFunction
 from tilewise.distributed.heads import head_ranges, key_ranges
 from tilewise.distributed.mesh import Ranks
-from tilewise.distributed.plan import (
-    Narrow,
-    Step,
-    all_gather_plan,
-    cached_all_gather_plan,
-    cached_ring_plan,
-    ring_plan,
-)
 from tilewise.distributed.ulysses import HeadExchange, attend_by_heads, over_rows, why_not_heads
 from tilewise.errors import UnsupportedProblem
 from tilewise.problem.options import Operands, OperatorOptions
@@ -125,22 +118,11 @@ def _exchange_in_row(arguments: Arguments, ranks: Ranks, row: dist.ProcessGroup)
 
 def run_steps(name: str, arguments: Arguments, group: dist.ProcessGroup, rank: int) -> tuple[torch.Tensor, ...]:
     """Return the same of a schedule of steps, "ring" or "all_gather", as one rank of the group."""
-    planned = Planned(group, rank, _steps(name, arguments, rank), arguments.call, arguments.padded_rows(rank))
-    operands = arguments.operands
+    plan, operands = call_plan(name, arguments, rank), arguments.operands
+    planned = Planned(group, rank, plan, arguments.call(plan.tensors))
     results: tuple[torch.Tensor, ...] = StepsFunction.apply(  # type: ignore[no-untyped-call]
         planned, arguments.q, arguments.k, arguments.v, operands.bias, operands.alibi_slopes, operands.sinks)
     return results
-
-
-def _steps(name: str, arguments: Arguments, rank: int) -> tuple[Step, ...]:
-    narrow: Narrow | None = arguments.narrow
-    if name == "ring":
-        return (cached_ring_plan(arguments.problem, rank) if narrow is None
-                else ring_plan(arguments.problem, rank, narrow))
-    # The draws of dropout belong to a head's number, which a group of heads would not know.
-    groups = 1 if arguments.options.dropout_p else groups_of(arguments.k.shape[1])
-    return (cached_all_gather_plan(arguments.problem, rank, groups) if narrow is None
-            else all_gather_plan(arguments.problem, rank, groups, narrow))
 
 
 def check_blocks(name: str, arguments: Arguments, ranks: Ranks) -> None:
@@ -148,7 +130,7 @@ def check_blocks(name: str, arguments: Arguments, ranks: Ranks) -> None:
     if name == "ulysses":
         q, k, v = arguments.q, arguments.k, arguments.v
         ranges = head_ranges(q.shape[1], ranks.count)
-        heads, of_keys = len(ranges[0]), len(key_ranges(ranges, arguments.call.group)[0])
+        heads, of_keys = len(ranges[0]), len(key_ranges(ranges, q.shape[1] // k.shape[1])[0])
         whole = [own.new_empty((own.shape[0], count, layout.length, own.shape[3])) for own, count, layout in (
             (q, heads, arguments.queries), (k, of_keys, arguments.keys), (v, of_keys, arguments.keys))]
         check_backends(whole, Operands(), OperatorOptions.of_mask(
@@ -159,8 +141,8 @@ def check_blocks(name: str, arguments: Arguments, ranks: Ranks) -> None:
         size = dist.get_world_size(ranks.heads)
         arguments = over_rows(_exchange_in_row(arguments, ranks, ranks.heads).to_heads(arguments, None), size)
     rank = dist.get_rank(ranks.group)
-    steps = _steps(name, arguments, rank)
-    summed = summed_of(steps, rank)
-    for step in steps:
+    plan = call_plan(name, arguments, rank)
+    call = arguments.call(plan.tensors)
+    for step in plan.steps:
         for block in step.blocks:
-            check_block(arguments.call, block, step.heads, (arguments.q, arguments.k, arguments.v), summed)
+            check_block(call, block, step.heads, (arguments.q, arguments.k, arguments.v), plan.summed)

@@ -220,7 +220,8 @@ def llama3_flash_attn_varlen_func(q: torch.Tensor, k: torch.Tensor, v: torch.Ten
     if not is_integer(heads_k_stride) or heads_k_stride < 1 or kv_heads % heads_k_stride:
         raise InvalidInput(f"heads_k_stride is {heads_k_stride!r} and k has {kv_heads} heads; allowed is a divisor of "
                            "their number.")
-    options |= {"layout": "contiguous", "cu_seqlens_q": torch.tensor(prepared.borders), "schedule": "all_gather"}
+    options |= {"layout": "contiguous", "cu_seqlens_q": _whole_borders(prepared.borders, 1),
+                "schedule": "all_gather"}
     return _of_packed(q, k, v, options, return_attn_probs)
 
 
@@ -272,7 +273,7 @@ def _of_pieces(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: to
         raise InvalidInput(f"cu_seqlens has a piece of {odd} rows; allowed are even ones: half of them are of the "
                            "front of a sequence, half of the back.")
     options |= {"layout": _layout_of_pieces(name, borders, ranks),
-                "cu_seqlens_q": torch.tensor(borders, dtype=torch.int64) * ranks}
+                "cu_seqlens_q": _whole_borders(borders, ranks)}
     return _of_packed(q, k, v, options, with_lse)
 
 
@@ -283,6 +284,13 @@ def _of_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[
                                  "dropout.", {})
     found = _attend_packed(q, k, v, **options, return_aux=("lse",) if with_lse else ())
     return (found[0], found[1], None) if with_lse else found
+
+
+@registered
+@lru_cache(maxsize=64)
+def _whole_borders(borders: tuple[int, ...], ranks: int) -> torch.Tensor:
+    """Return cu_seqlens of all ranks' rows: one tensor for all layers, by which their plan is found."""
+    return torch.tensor(borders, dtype=torch.int64) * ranks
 
 
 @registered

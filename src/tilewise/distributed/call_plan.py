@@ -1,0 +1,55 @@
+"""The plan of a kind of call: made once, and kept for the calls that have the same layouts, mask and lengths.
+
+The layers of a model call with the same tensors of documents or cu_seqlens. The first one plans; the others, and every
+backward pass, find the plan by the identity of these tensors.
+"""
+
+from dataclasses import dataclass
+
+from tilewise.distributed.arguments import Arguments
+from tilewise.distributed.blocks import BlockTensors, Summed, summed_of
+from tilewise.distributed.cost_model import groups_of
+from tilewise.distributed.plan import Step, all_gather_plan, cached_ring_plan, no_narrowing, ring_plan
+from tilewise.distributed.tensor_cache import TensorCache
+from tilewise.masks import Span
+from tilewise.support.caches import registered
+
+
+@dataclass(frozen=True, eq=False)
+class CallPlan:
+    """What a rank does in a kind of call.
+
+    Attributes:
+        steps: in their order.
+        summed: which results of its local calls are parts of sums.
+        padding: rows of its queries that belong to no packed sequence.
+        tensors: what the blocks' documents and borders become.
+    """
+
+    steps: tuple[Step, ...]
+    summed: Summed
+    padding: tuple[Span, ...]
+    tensors: BlockTensors
+
+
+_plans = registered(TensorCache(256))
+
+
+def call_plan(name: str, arguments: Arguments, rank: int) -> CallPlan:
+    """Return the plan of a schedule of steps, "ring" or "all_gather", for a rank of the arguments' layouts."""
+    # The draws of dropout belong to a head's number, which a group of heads would not know.
+    groups = 1 if arguments.options.dropout_p else groups_of(arguments.k.shape[1])
+    key = (name, rank, groups, arguments.queries, arguments.keys, arguments.mask, arguments.merges,
+           arguments.k.shape[1], arguments.step, arguments.q.device)
+    return _plans.get(arguments.sources, key, lambda: _made(name, arguments, rank, groups))
+
+
+def _made(name: str, arguments: Arguments, rank: int, groups: int) -> CallPlan:
+    problem, narrow = arguments.problem, arguments.narrow
+    if name == "all_gather":
+        steps = all_gather_plan(problem, rank, groups, narrow or no_narrowing)
+    else:
+        steps = cached_ring_plan(problem, rank) if narrow is None else ring_plan(problem, rank, narrow)
+    return CallPlan(steps, summed_of(steps, rank), arguments.padded_rows(rank), BlockTensors(arguments.q.device))
+
+

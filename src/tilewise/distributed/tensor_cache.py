@@ -1,0 +1,66 @@
+"""What was worked out from the values of tensors, kept for as long as these are the same."""
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple, TypeVar
+from weakref import ref
+
+import torch
+
+Made = TypeVar("Made")
+
+
+class _Kept(NamedTuple):
+    """What was made, of which tensors, and what they were then: version counters and addresses."""
+
+    tensors: tuple["ref[torch.Tensor] | None", ...]
+    state: tuple[tuple[int, int] | None, ...]
+    made: Any
+
+
+class TensorCache:
+    """A cache by the identity of tensors; nobody reads their values to look something up.
+
+    An entry serves while its tensors are the same objects, at the same address and of the same version, which every
+    change in place raises; it goes with the first of them that is freed. What is written past autograd (through
+    ``.data`` or memory that NumPy shares) raises no version.
+
+    Args:
+        size: entries; the one that was not used for the longest time goes first.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._entries: dict[Hashable, _Kept] = {}
+
+    def __len__(self) -> int:
+        """Return the number of entries."""
+        return len(self._entries)
+
+    def get(self, tensors: Sequence[torch.Tensor | None], key: Hashable, make: Callable[[], Made]) -> Made:
+        """Return what was made of these tensors under this key, or make and keep it.
+
+        Tensors of inference mode have no version: what is made of them is not kept. What is made must hold none of the
+        tensors, nor a view of one, or its entry would stay when they are no longer used.
+        """
+        if any(tensor is not None and tensor.is_inference() for tensor in tensors):
+            return make()
+        name = (tuple([None if tensor is None else id(tensor) for tensor in tensors]), key)
+        state = tuple([None if tensor is None else (tensor._version, tensor.data_ptr()) for tensor in tensors])
+        kept = self._entries.pop(name, None)
+        if kept is None or kept.state != state or any(
+                own is not None and own() is not tensor for own, tensor in zip(kept.tensors, tensors, strict=True)):
+            made = make()
+            kept = _Kept(tuple([None if tensor is None else ref(tensor, lambda _: self._forget(name))
+                                for tensor in tensors]), state, made)
+        self._entries[name] = kept
+        if len(self._entries) > self._size:
+            self._forget(next(iter(self._entries)))
+        found: Made = kept.made
+        return found
+
+    def clear(self) -> None:
+        """Drop every entry."""
+        self._entries.clear()
+
+    def _forget(self, name: Hashable) -> None:
+        self._entries.pop(name, None)

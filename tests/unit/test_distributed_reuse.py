@@ -1,0 +1,141 @@
+"""What a context parallel call works out once for all layers of a step: counted on one rank, without messages."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+import tilewise as tw
+from tilewise.distributed import arguments, balanced, blocks, call_plan, context_parallel, function
+from tilewise.distributed.exchange import Transfer
+from tilewise.distributed.schedules import run_steps
+from tilewise.distributed.tensor_cache import TensorCache
+from tilewise.support.caches import clear_caches
+
+RANKS, LENGTH = 4, 64
+CAUSAL = tw.causal("top_left")
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """Count what is planned and read; messages arrive as zeros."""
+    counts = Counter()
+
+    def count(module, name):
+        made = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *given, **named: counts.update([name]) or made(*given, **named))
+
+    for module, name in ((call_plan, "ring_plan"), (call_plan, "cached_ring_plan"), (call_plan, "all_gather_plan"),
+                         (call_plan, "summed_of"), (blocks, "documents_of"), (arguments, "packed_lengths")):
+        count(module, name)
+    monkeypatch.setattr(function, "start", lambda *_: Transfer((), (), {}))
+    monkeypatch.setattr(function, "empty_message", lambda forms, device: torch.zeros(
+        sum(form.size for form in forms), dtype=torch.uint8, device=device))
+    clear_caches()
+    return counts
+
+
+def given_of(layout, **options):
+    """Return the arguments of a call on rank 1."""
+    rows = layout.shard_length(1)
+    q, k, v = (torch.randn(1, heads, rows, 8, requires_grad=True) for heads in (4, 2, 2))
+    given = context_parallel._OPTIONS | {"q": q, "k": k, "v": v, "layout": layout, "lengths": (LENGTH, LENGTH),
+                                         "seed": None, "backend": "reference"} | options
+    if "cu_seqlens_q" in options:
+        packed = dict.fromkeys(("cu_seqlens_k", "seqused_q", "seqused_k", "max_seqlen_q", "max_seqlen_k"))
+        return packed | given | {name: given[name][0].transpose(0, 1) for name in "qkv"}
+    return given
+
+
+def layer(schedule, given):
+    """Run both passes of one layer."""
+    check = arguments.packed_arguments_of if "cu_seqlens_q" in given else arguments.arguments_of
+    out, *_ = run_steps(schedule, check(given, 1, RANKS), None, 1)
+    out.sum().backward()
+
+
+def balanced_over(ids):
+    return balanced(CAUSAL & tw.documents(ids), LENGTH, RANKS)
+
+
+@pytest.mark.parametrize("schedule", ["ring", "all_gather"])
+def test_layers_with_the_same_documents_plan_and_number_them_once(counted, schedule):
+    ids = torch.arange(LENGTH) // 13
+    mask, layout = CAUSAL & tw.documents(ids), balanced_over(ids)
+    layer(schedule, given_of(layout, mask=mask))
+    first = dict(counted)
+    assert first["documents_of"] > 0
+    assert first["summed_of"] == first[f"{schedule}_plan"] == 1
+    for _ in range(2):
+        layer(schedule, given_of(layout, mask=mask))
+    assert dict(counted) == first
+
+
+@pytest.mark.parametrize("schedule", ["ring", "all_gather"])
+def test_layers_with_the_same_cu_seqlens_read_and_plan_once(counted, schedule):
+    borders = torch.tensor([0, 13, 14, 40, 64])
+    layout = balanced_over(torch.arange(LENGTH) // 13)
+    for _ in range(3):
+        layer(schedule, given_of(layout, mask=CAUSAL, cu_seqlens_q=borders))
+    assert counted["packed_lengths"] == counted["summed_of"] == 1
+    assert counted["cached_ring_plan"] + counted["all_gather_plan"] == 1
+
+
+def test_lengths_that_were_changed_in_place_are_read_anew(counted):
+    borders, layout = torch.tensor([0, 13, 14, 40, 64]), balanced_over(torch.arange(LENGTH) // 13)
+
+    def sequences():
+        return arguments.packed_arguments_of(given_of(layout, mask=CAUSAL, cu_seqlens_q=borders), 1, RANKS).sequences
+
+    assert [own[1] for own in sequences()] == [13, 14, 40, 64]
+    borders[2] = 20
+    assert [own[1] for own in sequences()] == [13, 20, 40, 64]
+    assert counted["packed_lengths"] == 2
+
+
+def test_documents_that_were_changed_in_place_are_planned_anew(counted):
+    ids = torch.arange(LENGTH) // 13
+    mask, layout = CAUSAL & tw.documents(ids), balanced_over(ids)
+    layer("ring", given_of(layout, mask=mask))
+    before = counted["documents_of"]
+    mask.documents.q.zero_()
+    layer("ring", given_of(layout, mask=mask))
+    assert counted["ring_plan"] == 2
+    assert counted["documents_of"] > before
+
+
+def test_another_mask_or_layout_is_planned_anew(counted):
+    borders = torch.tensor([0, 13, 14, 40, 64])
+    for mask, layout in ((CAUSAL, balanced_over(torch.arange(LENGTH) // 13)),
+                         (CAUSAL & tw.window(3, 0), balanced_over(torch.arange(LENGTH) // 13)),
+                         (CAUSAL, balanced_over(torch.arange(LENGTH) // 30))):
+        layer("ring", given_of(layout, mask=mask, cu_seqlens_q=borders))
+    assert counted["summed_of"] == 3
+    assert counted["packed_lengths"] == 1
+
+
+def test_an_entry_goes_with_its_tensor_and_the_oldest_goes_first():
+    cache, made = TensorCache(2), []
+
+    def get(tensor, key="key"):
+        return cache.get((tensor, None), key, lambda: made.append(key) or len(made))
+
+    first, second = torch.zeros(2), torch.zeros(2)
+    assert [get(first), get(second), get(first), get(first, "other"), get(first), get(second)] == [1, 2, 1, 3, 1, 4]
+    assert len(cache) == 2
+    del second
+    assert len(cache) == 1
+    first.add_(1.0)
+    assert get(first) == 5
+    first.set_(torch.ones(2).untyped_storage())
+    assert get(first) == 6
+    cache.clear()
+    assert len(cache) == 0
+
+
+def test_nothing_is_kept_of_tensors_without_a_version():
+    cache = TensorCache(2)
+    with torch.inference_mode():
+        tensor = torch.zeros(2)
+    assert [cache.get((tensor,), "key", lambda number=number: number) for number in (1, 2)] == [1, 2]
+    assert len(cache) == 0
