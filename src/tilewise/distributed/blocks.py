@@ -15,7 +15,8 @@ from tilewise.autograd.fast_path import attend, attend_with
 from tilewise.autograd.function import is_plain
 from tilewise.autograd.op import backward_op, forward_op
 from tilewise.dispatch import choose
-from tilewise.distributed.plan import Block, Borders, Step
+from tilewise.distributed.packing import Borders
+from tilewise.distributed.plan import Block, Step
 from tilewise.masks import Span
 from tilewise.masks.document_ranges import documents_of
 from tilewise.problem import AttentionProblem
@@ -142,12 +143,12 @@ NOT_SUMMED = Summed(out=False, gradients=False)
 def summed_of(steps: Sequence[Step], rank: int) -> Summed:
     """Say what several local calls have parts of: those of this rank, and of gradients those of others too."""
     # Steps have the same heads, or no head in common.
-    calls = sorted((step.heads.start, block.queries.start, block.queries.stop)
-                   for step in steps for block in step.blocks)
+    blocks = [(step.heads.start, block) for step in steps for block in step.blocks]
+    calls = sorted((first, rows.start, rows.stop) for first, block in blocks for rows in block.query_runs)
     overlap = any(heads == next_heads and start < stop
                   for (heads, _, stop), (next_heads, start, _) in pairwise(calls))
     exchanges = any(step.sends or step.received(rank) for step in steps)
-    return Summed(overlap, exchanges or len(calls) > 1)
+    return Summed(overlap, exchanges or len(blocks) > 1)
 
 
 def places_of(operand: torch.Tensor, block: Block, heads: Span, *, packed: bool) -> tuple[slice, ...]:
@@ -230,7 +231,8 @@ def gradients_of_block(call: Call, block: Block, heads: Span, tensors: Tensors, 
 
 
 def _of_queries(tensor: torch.Tensor, block: Block, heads: Span) -> torch.Tensor:
-    return tensor[:, heads.start:heads.stop, block.queries.start:block.queries.stop]
+    runs = [tensor[:, heads.start:heads.stop, rows.start:rows.stop] for rows in block.query_runs]
+    return runs[0] if len(runs) == 1 else torch.cat(runs, 2)
 
 
 def _of_keys(tensor: torch.Tensor, block: Block) -> torch.Tensor:

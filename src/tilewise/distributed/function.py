@@ -1,6 +1,6 @@
 """The autograd Function of a plan: steps of blocks, with the messages of the next step under way meanwhile."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,9 @@ from tilewise.distributed.partial import PartialResults, sinks_gradient, sum_dty
 from tilewise.distributed.plan import Block, Part, Step
 from tilewise.masks import Span
 from tilewise.problem import dense_strides
+
+# Of the pieces of a part: where in it, and where in what it is a part of.
+Places = list[tuple[tuple[slice, ...], tuple[slice, ...]]]
 
 
 @dataclass(frozen=True)
@@ -139,15 +142,21 @@ class _Sum:
         self._only: torch.Tensor | None = None
         self._total: torch.Tensor | None = None
 
-    def add(self, part: torch.Tensor, where: tuple[slice, ...]) -> None:
-        """Add a part at some places; a dim that it lacks is summed by the operator already."""
+    def add(self, part: torch.Tensor, places: Places) -> None:
+        """Add a part at some places; a dim that it lacks is summed by the operator already.
+
+        Args:
+            part: what was made.
+            places: of each piece of it, where it lies in the part and where in the sum.
+        """
         if self._total is None and self._only is None and part.shape == self._like.shape:
             self._only = part
             return
         if self._total is None:
             only, self._only, dtype = self._only, None, sum_dtype(self._like)
             self._total = torch.zeros_like(self._like, dtype=dtype) if only is None else only.to(dtype)
-        self._total[where].add_(part)
+        for within, where in places:
+            self._total[where].add_(part[within])
 
     def get(self) -> torch.Tensor:
         """Return the sum, or the part that is all of it as it came."""
@@ -174,8 +183,11 @@ class StepsFunction(torch.autograd.Function):
             own_k, own_v = keys.get()
             heads = call.query_heads(step.heads)
             for block in step.blocks:
-                parts.add(heads, block.queries, Results(*attend_to_block(
-                    call, block, heads, (q, own_k, own_v), float32_results=summed.out)))
+                results = Results(*attend_to_block(call, block, heads, (q, own_k, own_v), float32_results=summed.out))
+                for rows, made in _rows_within(block):
+                    parts.add(heads, rows, results if not block.runs else Results(
+                        results.out[:, :, made], results.lse[:, :, made],
+                        None if results.max_logit is None else results.max_logit[:, :, made]))
         if sinks is not None:
             parts.add_sinks(sinks)
             for rows in planned.plan.padding:
@@ -222,8 +234,8 @@ def _gradients(planned: Planned, saved: Tensors, incoming: tuple[torch.Tensor, t
             made = gradients_of_block(call, block, heads, (q, own_k, own_v), rows, needs,
                                       float32_results=summed.gradients)
             places = _places(block, heads, needs, (bias, slopes), packed=call.packed)
-            for total, part, where in zip(sums, made, places, strict=True):
-                total.add(part, where)
+            for total, part, of_part in zip(sums, made, places, strict=True):
+                total.add(part, of_part)
         if needs[1]:
             of_keys.send(step, tuple([total.get() for total in of_step]))
     dk, dv = of_keys.get() if needs[1] else (None, None)
@@ -235,13 +247,24 @@ def _gradients(planned: Planned, saved: Tensors, incoming: tuple[torch.Tensor, t
 
 
 def _places(block: Block, heads: Span, needs: tuple[bool, ...], operands: tuple[torch.Tensor | None, ...], *,
-            packed: bool) -> list[tuple[slice, ...]]:
+            packed: bool) -> list[Places]:
     """Return where a block's gradients belong, in the order in which they are made."""
     every = slice(None)
-    keys = (every, every, _slice(block.keys))
-    of_operands = [() if own is None else (places_of(own, block, heads, packed=packed),) for own in operands]
-    found = [((every, _slice(heads), _slice(block.queries)),), (keys, keys), *of_operands]
+    queries: Places = [((every, every, made), (every, _slice(heads), _slice(rows)))
+                       for rows, made in _rows_within(block)]
+    keys: Places = [((), (every, every, _slice(block.keys)))]
+    of_operands: list[list[Places]] = [[] if own is None else [[((), places_of(own, block, heads, packed=packed))]]
+                                       for own in operands]
+    found: list[list[Places]] = [[queries], [keys, keys], *of_operands]
     return [place for places, needed in zip(found, needs, strict=True) if needed for place in places]
+
+
+def _rows_within(block: Block) -> Iterator[tuple[Span, slice]]:
+    """Yield the rows of a block's queries, and where its results have them."""
+    at = 0
+    for rows in block.query_runs:
+        yield rows, slice(at, at + len(rows))
+        at += len(rows)
 
 
 def _slice(span: Span) -> slice:

@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from tilewise.distributed.layouts import Layout, joined
+from tilewise.distributed.packing import Borders, Packable, borders_of, packed_calls, query_runs
 from tilewise.masks import Mask, Span
 from tilewise.masks.cutting import MaskBlock, cut_mask
 from tilewise.support.caches import registered
@@ -39,8 +40,6 @@ class Place(NamedTuple):
     sequence: int = 0
 
 
-Borders = tuple[tuple[int, ...], tuple[int, ...]]  # cu_seqlens of queries and keys
-
 
 class Block(NamedTuple):
     """One local call.
@@ -51,6 +50,7 @@ class Block(NamedTuple):
         mask: of the block.
         place: where its pairs are in the whole.
         borders: of a block of several packed sequences, where each begins; None of one sequence.
+        runs: where not all rows of the range take part, those that do, which then lie one behind the other; else none.
     """
 
     queries: Span
@@ -58,6 +58,12 @@ class Block(NamedTuple):
     mask: Mask
     place: Place
     borders: Borders | None = None
+    runs: tuple[Span, ...] = ()
+
+    @property
+    def query_runs(self) -> tuple[Span, ...]:
+        """The ranges of the rank's queries that take part."""
+        return self.runs or (self.queries,)
 
 
 class Rectangle(NamedTuple):
@@ -157,10 +163,10 @@ def ring_plan(problem: Problem, rank: int, narrow: Narrow = no_narrowing) -> tup
         parts = _parts(problem, blocks, (source,))
         sends: tuple[Part, ...] = ()
         if distance:
-            for_target = _parts(problem, _of_source(problem, target, rank, narrow), (rank,))
+            for_target = _whole_parts(_parts(problem, _of_source(problem, target, rank, narrow), (rank,)))
             sends = tuple([part._replace(rank=target) for part in for_target])
-        made = _local_blocks(problem, rank, blocks, parts)
-        steps.append(Step(heads, parts, sends, _merged(problem, made, source == rank)))
+        made = _local_blocks(problem, rank, blocks, parts, is_own=source == rank)
+        steps.append(Step(heads, _whole_parts(parts), sends, _merged(problem, made, source == rank)))
     return tuple(steps)
 
 
@@ -169,14 +175,15 @@ def all_gather_plan(problem: Problem, rank: int, groups: int, narrow: Narrow = n
     ranks = tuple(range(problem.ranks))
     blocks = rectangles_of(problem, rank, Span(0, problem.keys.length), narrow)
     parts = _parts(problem, blocks, ranks)
-    made = _merged(problem, _local_blocks(problem, rank, blocks, parts), is_own=False)
+    made = _merged(problem, _local_blocks(problem, rank, blocks, parts, is_own=False), is_own=False)
     sends: list[Part] = []
     for target in ranks:
         if target != rank:
-            theirs = _parts(problem, rectangles_of(problem, target, Span(0, problem.keys.length), narrow), ranks)
+            theirs = _whole_parts(_parts(
+                problem, rectangles_of(problem, target, Span(0, problem.keys.length), narrow), ranks))
             sends += [part._replace(rank=target) for part in theirs if part.rank == rank]
     size = problem.kv_heads // groups
-    steps = [Step(Span(first, first + size), parts, tuple(sends), made)
+    steps = [Step(Span(first, first + size), _whole_parts(parts), tuple(sends), made)
              for first in range(0, problem.kv_heads, size)]
     return tuple(steps)
 
@@ -247,38 +254,87 @@ def _parts(problem: Problem, blocks: Iterable[Rectangle], sources: Iterable[int]
     return tuple(found)
 
 
-def _local_blocks(problem: Problem, rank: int, rectangles: Iterable[Rectangle],
-                  parts: tuple[Part, ...]) -> list[Block]:
+def _whole_parts(parts: tuple[Part, ...]) -> tuple[Part, ...]:
+    """Join parts whose rows follow one another, in the rank's keys as in the buffer: fewer messages' parts to copy."""
+    found: list[Part] = []
+    for part in parts:
+        last = found[-1] if found else None
+        if last is not None and (last.rank, last.rows.stop, last.at.stop) == (part.rank, part.rows.start,
+                                                                             part.at.start):
+            found[-1] = Part(part.rank, Span(last.rows.start, part.rows.stop), Span(last.at.start, part.at.stop))
+        else:
+            found.append(part)
+    return tuple(found)
+
+
+def _local_blocks(problem: Problem, rank: int, rectangles: Iterable[Rectangle], parts: tuple[Part, ...], *,
+                  is_own: bool) -> list[Block]:
     """Return the blocks in rows of the rank's queries and of a buffer that holds the parts."""
     places = sorted((_position(problem.keys, part), part.at.start, len(part.rows)) for part in parts)
     found = []
-    for run in _runs(rectangles):
-        queries = Span(run[0].queries.start, run[-1].queries.stop)
-        keys = Span(run[0].keys.start, run[-1].keys.stop)
-        ((_, rows),) = problem.queries.local_spans(rank, queries)
-        start = next(at + keys.start - first for first, at, length in places if first <= keys.start < first + length)
-        mask, borders = run[0].mask, None
-        if len(run) > 1:
-            mask, borders = problem.mask, (_borders([one.queries for one in run]), _borders([one.keys for one in run]))
-        found.append(Block(rows, Span(start, start + len(keys)), mask, run[0].place, borders))
+    for one in rectangles:
+        ((_, rows),) = problem.queries.local_spans(rank, one.queries)
+        start = next(at + one.keys.start - first for first, at, length in places
+                     if first <= one.keys.start < first + length)
+        found.append(Block(rows, Span(start, start + len(one.keys)), one.mask, one.place))
+    if problem.sequences is None:
+        return found
+    if not problem.merges:
+        return _runs_of_whole(problem, list(zip(found, rectangles, strict=True)))
+    return _packed(_joined_queries(_joined_keys(_causal_shards(problem, found) if is_own else found)))
+
+
+def _causal_shards(problem: Problem, blocks: list[Block]) -> list[Block]:
+    """Make one block of all that a rank has of a sequence: what is causal in the sequence is so in the shard."""
+    sequences = problem.sequences or ()
+    if problem.queries != problem.keys or replace(problem.mask, alignment="top_left") != _CAUSAL or any(
+            own[:2] != own[2:] for own in sequences):
+        return blocks
+    of_sequences: dict[int, list[Block]] = {}
+    for block in blocks:
+        of_sequences.setdefault(block.place.sequence, []).append(block)
+    return [Block(_around([block.queries for block in own]), _around([block.keys for block in own]), _CAUSAL,
+                  own[0].place) for own in of_sequences.values()]
+
+
+def _around(spans: list[Span]) -> Span:
+    return Span(min(one.start for one in spans), max(one.stop for one in spans))
+
+
+def _packed(blocks: list[Block]) -> list[Block]:
+    """Make one block of several parts of sequences where one call computes them."""
+    found = []
+    for numbers, mask in packed_calls([Packable(block.queries, block.keys, block.mask) for block in blocks]):
+        own = [blocks[number] for number in numbers]
+        if len(own) == 1:
+            found += own
+            continue
+        queries, keys = [block.queries for block in own], [block.keys for block in own]
+        runs = query_runs(queries)
+        found.append(Block(Span(queries[0].start, queries[-1].stop), Span(keys[0].start, keys[-1].stop), mask,
+                           own[0].place, borders_of(queries, keys, runs), runs if len(runs) > 1 else ()))
     return found
 
 
-def _runs(rectangles: Iterable[Rectangle]) -> list[list[Rectangle]]:
-    """Put whole packed sequences together that follow one another: one call computes them."""
-    found: list[list[Rectangle]] = []
-    for one in rectangles:
-        last = found[-1][-1] if found else None
+def _runs_of_whole(problem: Problem, blocks: list[tuple[Block, Rectangle]]) -> list[Block]:
+    """Put whole packed sequences together that follow one another: operands of the pairs count the sequences."""
+    runs: list[list[tuple[Block, Rectangle]]] = []
+    for block, one in blocks:
+        last = runs[-1][-1][1] if runs else None
         if (last is not None and last.is_whole and one.is_whole and last.place.sequence + 1 == one.place.sequence
                 and last.queries.stop == one.queries.start and last.keys.stop == one.keys.start):
-            found[-1].append(one)
+            runs[-1].append((block, one))
         else:
-            found.append([one])
+            runs.append([(block, one)])
+    found = []
+    for run in runs:
+        if len(run) == 1:
+            found.append(run[0][0])
+            continue
+        queries, keys = [block.queries for block, _ in run], [block.keys for block, _ in run]
+        whole = Span(queries[0].start, queries[-1].stop), Span(keys[0].start, keys[-1].stop)
+        found.append(Block(*whole, problem.mask, run[0][0].place, borders_of(queries, keys, whole[:1])))
     return found
-
-
-def _borders(spans: list[Span]) -> tuple[int, ...]:
-    return (0, *[span.stop - spans[0].start for span in spans])
 
 
 def _position(layout: Layout, part: Part) -> int:
