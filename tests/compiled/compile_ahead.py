@@ -149,10 +149,12 @@ def launch_of(kernel, problem, config, modifiers):
         return combine_splits_launch(problem, range(problem.hq * problem.sq), shape, overlapped=True), (
             torch.empty(8), out, rows, modifiers.sinks.ptr, None)
     if kernel == "merge_partial":
-        result, part = (out.to(torch.float32), rows, rows), (out, rows, rows)
-        tensors = (*result, *part)
-        return merge_partial_launch(tuple(out.shape), tuple(own.stride() for own in tensors), out.dtype, problem.device,
-                                    (True,) * len(tensors)), tensors
+        wide = out.to(torch.float32)
+        rounded = None if out.dtype is torch.float32 else out  # the last part of a sum in 16 bits, or any other
+        tensors = (wide, rows, rows, wide, rows, rows, rounded)
+        strides = tuple(None if own is None else own.stride() for own in tensors)
+        return merge_partial_launch(tuple(out.shape), strides, (wide.dtype, None if rounded is None else out.dtype),
+                                    problem.device, (True,) * (7 if rounded is out else 6)), tensors
     if kernel == "lengths":
         steps = () if problem.sequences.packed is None else ((1, 512, 1024, 8), (2048, 1024))
         return lengths_launch(problem, 8, *steps), (torch.empty(8, 8, dtype=torch.int32), *modifiers.lengths)

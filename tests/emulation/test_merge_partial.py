@@ -5,6 +5,7 @@ import torch
 
 from tilewise.backends.base import Results
 from tilewise.distributed.partial import PartialResults, merge_by_torch
+from tilewise.distributed.segments import Segment
 from tilewise.masks import Span
 
 merging = pytest.importorskip("tilewise.kernels.triton.merge_partial", reason="Triton is not installed")
@@ -43,6 +44,25 @@ def test_a_part_is_merged_in_place(device, dv, dtype, max_logit):
     torch.testing.assert_close(result.out.double(), out, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(result.lse.double(), lse, rtol=1e-6, atol=1e-6)
     assert not max_logit or torch.equal(result.max_logit, largest)
+
+
+@pytest.mark.parametrize(("dv", "dtype", "is_transposed"), [(40, torch.float16, False), (128, torch.float16, True),
+                                                            (24, torch.float32, True)], ids=str)
+def test_the_last_part_writes_out_in_the_dtype_and_strides_of_the_result(device, dv, dtype, is_transposed):
+    result, part = rows_of(device, dv=dv), rows_of(device, dv=dv, seed=1)
+    out, lse = merged(result, part)
+    rounded = torch.full((2, 37, 3, dv), 9.0, dtype=dtype, device=device).transpose(1, 2)
+    if not is_transposed:
+        rounded = rounded.contiguous()
+    sums = result.out.clone()
+    expected = Results(sums.clone(), result.lse.clone(), result.max_logit.clone())
+    merge_partial(expected, part)
+    merge_partial(result, part, rounded)
+    torch.testing.assert_close(rounded.double(), out, rtol=1e-5 if dtype is torch.float32 else 2 ** -11, atol=1e-5)
+    assert torch.equal(rounded, expected.out.to(dtype)), "rounded once, of the same sum"
+    torch.testing.assert_close(result.lse.double(), lse, rtol=1e-6, atol=1e-6)
+    assert torch.equal(result.max_logit, expected.max_logit)
+    assert torch.equal(result.out, sums), "nothing writes the sum that nobody reads"
 
 
 def test_rows_and_heads_around_those_of_a_part_are_left_alone(device):
@@ -88,11 +108,13 @@ def test_on_a_gpu_the_kernel_merges_parts(device, monkeypatch):
     monkeypatch.setattr(merging, "merge_partial", lambda *rows: counted.append(1) or merge_partial(*rows))
     rows = 5000  # warps of a CTA drift apart in some: what one still reads, another must not have written
     q = torch.zeros(2, 3, rows, 40, device=device, dtype=torch.bfloat16)
-    results = PartialResults(q, 40, max_logit=True, summed=True)
+    results = PartialResults(q, 40, max_logit=True, summed=True, rounds=True)
     parts = [rows_of(device, s=rows, seed=seed) for seed in (0, 1)]
     out, lse = merged(*parts)
-    for part in parts:
-        results.add(Span(0, 3), Span(0, rows), part)
-    torch.testing.assert_close(results.results.out.double(), out, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(results.results.lse.double(), lse, rtol=1e-6, atol=1e-6)
+    for number, part in enumerate(parts):
+        results.add(Span(0, 3), part, [Segment(Span(0, rows), Span(0, rows), number == 0, number == 1)])
+    found = results.results()
+    assert found.out.dtype is torch.bfloat16
+    torch.testing.assert_close(found.out.double(), out, rtol=2 ** -8, atol=1e-5)
+    torch.testing.assert_close(found.lse.double(), lse, rtol=1e-6, atol=1e-6)
     assert len(counted) == 1

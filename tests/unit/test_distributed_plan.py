@@ -6,13 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tilewise as tw
-from tilewise.backends.base import Results
 from tilewise.distributed import balanced
 from tilewise.distributed.blocks import summed_of
 from tilewise.distributed.cost_model import Links, Sizes, estimates, estimates_of_rows
 from tilewise.distributed.exchange import TensorForm, empty_message, pack, unpack
 from tilewise.distributed.layouts import Layout, joined, layout_in_row, layout_of_rows, named_layout
-from tilewise.distributed.partial import PartialResults, sinks_gradient
 from tilewise.distributed.plan import Problem, all_gather_plan, ring_plan
 from tilewise.errors import InvalidInput
 from tilewise.masks import Mask, Span
@@ -119,45 +117,6 @@ def test_packed_sequences_of_one_rank_are_one_call():
     assert [block.borders for block in first.blocks] == [((0, 8, 16, 20), (0, 8, 16, 20))]
     assert second.blocks == ()
     assert [part.rows for part in second.sends] == [Span(16, 20)]
-
-
-@pytest.mark.parametrize("parts", [1, 2, 5])
-def test_partial_results_add_up_as_merge_does(parts):
-    q = torch.randn(1, 2, 6, 4)
-    outs, lses = torch.randn(parts, 1, 2, 6, 4), torch.randn(parts, 1, 2, 6) * 3
-    lses[0, :, 0] = float("-inf")
-    lses[:, :, 1, 2] = float("-inf")
-    outs = torch.where(lses[..., None] == float("-inf"), 0.0, outs)
-    parts = PartialResults(q, 4, max_logit=False, summed=True)
-    for own in zip(outs.clone(), lses.clone(), strict=True):  # the first one is changed
-        parts.add(Span(0, 2), Span(0, 6), Results(*own))
-    out, lse = outs[0], lses[0]
-    for more in zip(outs[1:], lses[1:], strict=True):
-        out, lse = tw.merge(out, lse, *more)
-    torch.testing.assert_close(parts.results.out, out)
-    torch.testing.assert_close(parts.results.lse, lse)
-
-
-def test_parts_that_are_not_summed_stay_as_they_are():
-    q = torch.zeros(1, 2, 4, 3, dtype=torch.bfloat16)
-    outs, lses = torch.randn(2, 1, 2, 2, 5).bfloat16(), torch.randn(2, 1, 2, 2)
-    parts = PartialResults(q, 5, max_logit=True, summed=False)
-    for first, out, lse in ((0, outs[0], lses[0]), (2, outs[1], lses[1])):
-        parts.add(Span(0, 2), Span(first, first + 2), Results(out, lse, lse + 1.0))
-    out, lse, max_logit = parts.results
-    assert torch.equal(out, torch.cat(tuple(outs), 2))
-    assert torch.equal(lse, torch.cat(tuple(lses), 2))
-    assert torch.equal(max_logit, lse + 1.0)
-
-
-def test_sinks_of_rows_without_a_key():
-    sinks = torch.tensor([0.5, float("-inf")], dtype=torch.float64)
-    parts = PartialResults(torch.zeros(1, 2, 3, 4, dtype=torch.float64), 4, max_logit=False, summed=True)
-    parts.add_sinks(sinks)
-    results = parts.results
-    assert results.lse[0, :, 0].tolist() == [0.5, float("-inf")]
-    dlse = torch.ones(1, 2, 3, dtype=torch.float64)
-    assert sinks_gradient(sinks, results.lse, results.out, results.out, dlse).tolist() == [3.0, 0.0]
 
 
 def test_a_message_holds_its_tensors():

@@ -10,6 +10,7 @@ from tilewise.distributed.arguments import Arguments
 from tilewise.distributed.blocks import BlockTensors, Summed, summed_of
 from tilewise.distributed.cost_model import groups_of
 from tilewise.distributed.plan import Step, all_gather_plan, cached_ring_plan, no_narrowing, ring_plan
+from tilewise.distributed.segments import Segments, segments_of
 from tilewise.distributed.tensor_cache import TensorCache
 from tilewise.masks import Span
 from tilewise.support.caches import registered
@@ -23,12 +24,14 @@ class CallPlan:
         steps: in their order.
         summed: which results of its local calls are parts of sums.
         padding: rows of its queries that belong to no packed sequence.
+        segments: of the blocks' queries.
         tensors: what the blocks' documents and borders become.
     """
 
     steps: tuple[Step, ...]
     summed: Summed
     padding: tuple[Span, ...]
+    segments: Segments
     tensors: BlockTensors
 
 
@@ -50,6 +53,7 @@ def _made(name: str, arguments: Arguments, rank: int, groups: int) -> CallPlan:
         steps = all_gather_plan(problem, rank, groups, narrow or no_narrowing)
     else:
         steps = cached_ring_plan(problem, rank) if narrow is None else ring_plan(problem, rank, narrow)
-    return CallPlan(steps, summed_of(steps, rank), arguments.padded_rows(rank), BlockTensors(arguments.q.device))
+    return CallPlan(steps, summed_of(steps, rank), arguments.padded_rows(rank),
+                    segments_of(steps, arguments.q.shape[2]), BlockTensors(arguments.q.device))
 
 

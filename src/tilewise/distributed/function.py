@@ -15,7 +15,6 @@ from tilewise.distributed.exchange import TensorForm, Transfer, empty_message, p
 from tilewise.distributed.partial import PartialResults, sinks_gradient, sum_dtype
 from tilewise.distributed.plan import Block, Part, Step
 from tilewise.masks import Span
-from tilewise.problem import dense_strides
 
 # Of the pieces of a part: where in it, and where in what it is a part of.
 Places = list[tuple[tuple[slice, ...], tuple[slice, ...]]]
@@ -175,27 +174,24 @@ class StepsFunction(torch.autograd.Function):
     def forward(ctx: Any, planned: Planned, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                 bias: torch.Tensor | None, slopes: torch.Tensor | None, sinks: torch.Tensor | None) -> Tensors:
         """Return out, lse and, where the options want it, max_logit."""
-        call, steps, summed = planned.call, planned.plan.steps, planned.plan.summed
-        parts = PartialResults(q, v.shape[3], max_logit=call.options.max_logit, summed=summed.out)
+        call, plan = planned.call, planned.plan
+        steps, wide = plan.steps, plan.summed.out
+        parts = PartialResults(q, v.shape[3], max_logit=call.options.max_logit, summed=wide, rounds=sinks is None)
         coming = _Keys(planned, steps[0], k, v)
         for number, step in enumerate(steps):
             keys, coming = coming, _Keys(planned, steps[number + 1], k, v) if number + 1 < len(steps) else coming
             own_k, own_v = keys.get()
             heads = call.query_heads(step.heads)
-            for block in step.blocks:
-                results = Results(*attend_to_block(call, block, heads, (q, own_k, own_v), float32_results=summed.out))
-                for rows, made in _rows_within(block):
-                    parts.add(heads, rows, results if not block.runs else Results(
-                        results.out[:, :, made], results.lse[:, :, made],
-                        None if results.max_logit is None else results.max_logit[:, :, made]))
+            for block, segments in zip(step.blocks, plan.segments.of_blocks[number], strict=True):
+                parts.add(heads, Results(*attend_to_block(
+                    call, block, heads, (q, own_k, own_v), float32_results=wide)), segments)
+        for of_keys, rows in plan.segments.idle:
+            parts.leave_empty(call.query_heads(of_keys), rows)
         if sinks is not None:
             parts.add_sinks(sinks)
-            for rows in planned.plan.padding:
-                parts.results.lse[:, :, rows.start:rows.stop] = float("-inf")
-        out, lse, max_logit = parts.results
-        strides = dense_strides(out.shape, q.stride())
-        if out.dtype is not q.dtype or out.stride() != strides:
-            out = torch.empty_strided(out.shape, strides, dtype=q.dtype, device=q.device).copy_(out)
+            for rows in plan.padding:
+                parts.clear_lse(rows)
+        out, lse, max_logit = parts.results()
         ctx.planned = planned
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, out, lse, bias, slopes, sinks)

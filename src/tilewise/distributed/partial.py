@@ -1,10 +1,14 @@
 """Partial results over disjoint sets of keys, summed up as they come: the rule of :func:`tilewise.merge` in place."""
 
+from collections.abc import Sequence
+
 import torch
 
 from tilewise.backends._support.triton import why_not_at_all
 from tilewise.backends.base import Results
+from tilewise.distributed.segments import Segment
 from tilewise.masks import Span
+from tilewise.problem import dense_strides
 
 
 def sum_dtype(like: torch.Tensor) -> torch.dtype:
@@ -22,71 +26,131 @@ class PartialResults:
         summed: whether several parts have the same heads and rows. Their sums are float32 (float64 of float64 inputs),
             whatever the dtype of the parts: a result does not depend on the number of parts by more than its own
             rounding. Else each part is the result of its heads and rows, and stays as it is.
+        rounds: whether the last part of each row writes out in the dtype of q. Not where sinks follow.
     """
 
-    def __init__(self, q: torch.Tensor, dv: int, *, max_logit: bool, summed: bool) -> None:
-        self._like, self._max_logit, self._summed = q, max_logit, summed
+    def __init__(self, q: torch.Tensor, dv: int, *, max_logit: bool, summed: bool, rounds: bool) -> None:
+        self._like, self._max_logit = q, max_logit
         self._shape = torch.Size((*q.shape[:3], dv))
         self._dtype = sum_dtype(q) if summed else q.dtype
-        self._results: Results | None = None
+        self._rounds = rounds and self._dtype is not q.dtype
+        self._sums: torch.Tensor | None = None
+        self._rounded: torch.Tensor | None = None
+        self._of_rows: tuple[torch.Tensor, torch.Tensor | None] | None = None
 
-    @property
-    def results(self) -> Results:
-        """What there is so far, to be changed in place.
+    def add(self, heads: Span, part: Results, segments: Sequence[Segment]) -> None:
+        """Add a part: the results of some heads and of the segments' rows. The first of all rows is kept, and changed.
 
-        out: (b, hq, s, dv), normalised by the softmax of the keys so far; 0 where there was none. lse: (b, hq, s); -inf
-        where there was none. max_logit: as lse, or None.
+        Args:
+            heads: of queries.
+            part: out, (b, heads, rows, dv), lse and, where it is wanted, max_logit, (b, heads, rows).
+            segments: what is the first, and the last, part of its rows.
         """
-        if self._results is None:
-            q = self._like
-            lse = q.new_full(q.shape[:3], float("-inf"), dtype=sum_dtype(q))
-            self._results = Results(q.new_zeros(self._shape, dtype=self._dtype), lse,
-                                    lse.clone() if self._max_logit else None)
-        return self._results
+        if self._of_rows is None and part.out.shape == self._shape and part.out.dtype is self._dtype:
+            self._sums, self._of_rows = part.out, (part.lse, part.max_logit)
+            if self._rounds and not all(own.is_last for own in segments):
+                for own in segments:
+                    if own.is_last:
+                        self._final()[_places(heads, own.rows)].copy_(part.out[:, :, _slice(own.within)])
+            return
+        for own in segments:
+            within = slice(None), slice(None), _slice(own.within)
+            self._add(_places(heads, own.rows), Results(part.out[within], part.lse[within], None if (
+                part.max_logit is None) else part.max_logit[within]), own)
 
-    def add(self, heads: Span, rows: Span, part: Results) -> None:
-        """Add a part: the results of some heads and rows. The first one is kept, and changed, if it has all of them."""
-        if self._results is None and part.out.shape == self._shape and part.out.dtype is self._dtype:
-            self._results = part
-            return
-        where = (slice(None), slice(heads.start, heads.stop), slice(rows.start, rows.stop))
-        out, lse, max_logit = self.results
-        own = Results(out[where], lse[where], None if max_logit is None else max_logit[where])
-        if self._summed:
-            _merge(own, part)
-            return
-        own.out.copy_(part.out)
-        own.lse.copy_(part.lse)
-        if own.max_logit is not None and part.max_logit is not None:
-            own.max_logit.copy_(part.max_logit)
+    def leave_empty(self, heads: Span, rows: Span) -> None:
+        """Let rows that have no part be 0, and -inf in lse and max_logit."""
+        where, (lse, max_logit) = _places(heads, rows), self._rows()
+        (self._final() if self._rounds else self._total())[where] = 0.0
+        for own in (lse, max_logit):
+            if own is not None:
+                own[where] = float("-inf")
+
+    def results(self) -> Results:
+        """Return what all parts come to, with out in the dtype and the order of strides of q.
+
+        out: (b, hq, s, dv), normalised by the softmax of all keys; lse: (b, hq, s); max_logit: as lse, or None.
+        """
+        lse, max_logit = self._rows()
+        if self._rounded is not None:
+            return Results(self._rounded, lse, max_logit)
+        out, strides = self._total(), dense_strides(self._shape, self._like.stride())
+        if out.dtype is not self._like.dtype or out.stride() != strides:
+            out = self._final().copy_(out)
+        return Results(out, lse, max_logit)
 
     def add_sinks(self, sinks: torch.Tensor) -> None:
         """Let the sinks, (hq,), enter the denominator, once for all keys."""
-        out, lse, _ = self.results
+        out, (lse, _) = self._total(), self._rows()
         total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
         shift = total.masked_fill(total == float("-inf"), 0.0)
         out.mul_((lse - shift).exp_().unsqueeze(-1))
         lse.copy_(total)
 
+    def clear_lse(self, rows: Span) -> None:
+        """Let rows that belong to no sequence have an lse of -inf, though there are sinks."""
+        self._rows()[0][:, :, _slice(rows)] = float("-inf")
 
-def _merge(result: Results, part: Results) -> None:
-    """Merge a part into the result so far, in place: on a GPU by a kernel that reads and writes memory once."""
+    def _add(self, where: tuple[slice, ...], part: Results, segment: Segment) -> None:
+        lse, max_logit = self._rows()
+        largest = None if max_logit is None else max_logit[where]
+        rounded = self._final()[where] if self._rounds and segment.is_last else None
+        if not segment.is_first:
+            merge_part(Results(self._total()[where], lse[where], largest), part, rounded)
+            return
+        (self._total()[where] if rounded is None else rounded).copy_(part.out)
+        lse[where].copy_(part.lse)
+        if largest is not None and part.max_logit is not None:
+            largest.copy_(part.max_logit)
+
+    def _total(self) -> torch.Tensor:
+        if self._sums is None:
+            self._sums = self._like.new_empty(self._shape, dtype=self._dtype)
+        return self._sums
+
+    def _final(self) -> torch.Tensor:
+        if self._rounded is None:
+            self._rounded = self._like.new_empty_strided(self._shape, dense_strides(self._shape, self._like.stride()))
+        return self._rounded
+
+    def _rows(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self._of_rows is None:
+            lse = self._like.new_empty(self._shape[:3], dtype=sum_dtype(self._like))
+            self._of_rows = lse, torch.empty_like(lse) if self._max_logit else None
+        return self._of_rows
+
+
+def _places(heads: Span, rows: Span) -> tuple[slice, ...]:
+    return slice(None), _slice(heads), _slice(rows)
+
+
+def _slice(span: Span) -> slice:
+    return slice(span.start, span.stop)
+
+
+def merge_part(result: Results, part: Results, rounded: torch.Tensor | None = None) -> None:
+    """Merge a part into the result so far, in place: on a GPU by a kernel that reads and writes memory once.
+
+    ``rounded``: where out is written in place of the result's, in any float dtype; the result's is then of no use.
+    """
     if result.out.device.type != "cuda" or why_not_at_all(result.out.dtype) is not None:
-        merge_by_torch(result, part)
+        merge_by_torch(result, part, rounded)
         return
     from tilewise.kernels.triton import merge_partial
 
     with torch.cuda.device(result.out.device):
-        merge_partial.merge_partial(result, part)
+        merge_partial.merge_partial(result, part, rounded)
 
 
-def merge_by_torch(result: Results, part: Results) -> None:
-    """Merge a part into the result so far, in place, on any device and in any dtype."""
+def merge_by_torch(result: Results, part: Results, rounded: torch.Tensor | None = None) -> None:
+    """Merge a part into the result so far, as :func:`merge_part`, on any device and in any dtype."""
     out, lse = result.out, result.lse
     total = torch.logaddexp(lse, part.lse)
     shift = total.masked_fill(total == float("-inf"), 0.0)  # −inf − (−inf) is NaN
     out.mul_((lse - shift).exp_().unsqueeze(-1))
     out.addcmul_(part.out.to(out.dtype), (part.lse - shift).exp_().unsqueeze(-1))
+    if rounded is not None:
+        rounded.copy_(out)
     lse.copy_(total)
     if result.max_logit is not None and part.max_logit is not None:
         torch.maximum(result.max_logit, part.max_logit, out=result.max_logit)

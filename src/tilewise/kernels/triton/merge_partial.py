@@ -27,14 +27,15 @@ class MergeNumbers(NamedTuple):
 
 
 @triton.jit
-def merge_partial_kernel(out, lse, max_logit, part_out, part_lse, part_max, numbers, DV: tl.constexpr,
+def merge_partial_kernel(out, lse, max_logit, part_out, part_lse, part_max, rounded, numbers, DV: tl.constexpr,
                          BLOCK_D: tl.constexpr, ROWS: tl.constexpr):
     """Merge ROWS rows of a head.
 
     lse' = ln(e^lse + e^part_lse);  out' = e^(lse − lse')·out + e^(part_lse − lse')·part_out
 
     Grid: (tiles · heads · batches,). Every tensor is a StridedTensor; out, lse and max_logit, float32, are updated in
-    place, and the latter two are None together with part_max. numbers: MergeNumbers.
+    place, the latter None together with part_max; out' is written to rounded, in its dtype, unless that is None.
+    numbers: MergeNumbers.
     """
     tile = tl.program_id(0) % numbers.tiles
     head = tl.program_id(0) // numbers.tiles % numbers.heads
@@ -65,7 +66,13 @@ def merge_partial_kernel(out, lse, max_logit, part_out, part_lse, part_max, numb
     tl.debug_barrier()  # several threads have read each row's numbers, and each writes them: not before all have read
     tl.store(lse_ptrs, total, mask=inside)
     kept, new = tl.exp2((before - subtracted) * LOG2E), tl.exp2((added - subtracted) * LOG2E)
-    tl.store(out_ptrs, so_far * kept[:, None] + part.to(tl.float32) * new[:, None], mask=there)
+    merged = so_far * kept[:, None] + part.to(tl.float32) * new[:, None]
+    if rounded is None:
+        tl.store(out_ptrs, merged, mask=there)
+    else:
+        rounded_rows = rounded.ptr + head_offset(batch, head, rounded.stride_b, rounded.stride_h)
+        rounded_rows += rows * rounded.stride_s
+        tl.store(rounded_rows[:, None] + (offs_d * rounded.stride_d)[None, :], merged, mask=there)
     if max_logit is not None:
         max_ptrs = max_logit.ptr + head_offset(batch, head, max_logit.stride_b, max_logit.stride_h)
         max_ptrs += rows * max_logit.stride_s
@@ -77,35 +84,38 @@ def merge_partial_kernel(out, lse, max_logit, part_out, part_lse, part_max, numb
         tl.store(max_ptrs, tl.maximum(largest, of_part, propagate_nan=tl.PropagateNan.ALL), mask=inside)
 
 
-def merge_partial(result: Partial, part: Partial) -> None:
+def merge_partial(result: Partial, part: Partial, rounded: torch.Tensor | None = None) -> None:
     """Merge a part into the result so far, in place, on the current stream of the current device.
 
     Args:
         result: float32, with any strides.
         part: of other keys and the same rows, on the same device; out in any float dtype, the others float32. It has
             a max_logit where the result has one.
+        rounded: where out is written instead of the result's, of any float dtype.
     """
-    (out, *_), (part_out, *_), tensors = result, part, (*result, *part)
+    (out, *_), (part_out, *_), tensors = result, part, (*result, *part, rounded)
     if not out.numel():
         return
     alignment = alignment_of([tensor.data_ptr() for tensor in tensors if tensor is not None])
     strides = tuple([None if tensor is None else tensor.stride() for tensor in tensors])
-    merge_partial_launch(tuple(out.shape), strides, part_out.dtype, out.device, alignment)(*tensors)
+    dtypes = part_out.dtype, None if rounded is None else rounded.dtype
+    merge_partial_launch(tuple(out.shape), strides, dtypes, out.device, alignment)(*tensors)
 
 
 @registered
 @lru_cache(maxsize=1024)
-def merge_partial_launch(shape: Sizes, strides: tuple[Sizes | None, ...], dtype: torch.dtype, device: torch.device,
-                         alignment: tuple[bool, ...]) -> Launch:
-    """Bind the kernel: call what is returned with out, lse and max_logit of the result so far, then of the part.
+def merge_partial_launch(shape: Sizes, strides: tuple[Sizes | None, ...], dtypes: tuple[torch.dtype | None, ...],
+                         device: torch.device, alignment: tuple[bool, ...]) -> Launch:
+    """Bind the kernel: call what is returned with out, lse and max_logit of the result, of the part, and rounded.
 
     Args:
         shape: of out.
-        strides: of these six; None of what is not there.
-        dtype, device, alignment: of the part's out, of all, and which of those that are there begin at a multiple of
-            16 bytes: a launch keeps the kernel of its first call.
+        strides: of these seven; None of what is not there.
+        dtypes: of the part's out, and of rounded or None.
+        device, alignment: of all, and which of those that are there begin at a multiple of 16 bytes: a launch keeps
+            the kernel of its first call.
     """
-    del dtype, device, alignment
+    del dtypes, device, alignment
     b, heads, rows, dv = shape
     block = max(_AT_LEAST, 1 << (dv - 1).bit_length())
     at_once = max(1, _ELEMENTS // block)
