@@ -9,9 +9,10 @@ import tilewise as tw
 from tilewise.backends.base import Results
 from tilewise.distributed import partial
 from tilewise.distributed.layouts import named_layout
-from tilewise.distributed.partial import PartialResults, sinks_gradient
-from tilewise.distributed.plan import Block, Place, Problem, Step, ring_plan
+from tilewise.distributed.partial import PartialResults, QueryGradient, sinks_gradient
+from tilewise.distributed.plan import Problem, ring_plan
 from tilewise.distributed.segments import Segment, segments_of
+from tilewise.distributed.steps import Block, Place, Step
 from tilewise.masks import Mask, Span
 
 HEADS, INF = Span(0, 2), float("inf")
@@ -169,3 +170,32 @@ def test_sinks_of_rows_without_a_key():
     assert sinks_gradient(sinks, results.lse, results.out, results.out, dlse).tolist() == [3.0, 0.0]
     parts.clear_lse(Span(1, 2))
     assert parts.results().lse[0, 0].tolist() == [0.5, -INF, 0.5]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_a_gradient_of_queries_is_the_sum_of_its_parts(way, dtype):
+    steps, q = steps_of(*way), torch.zeros(1, 9, 2, 4, dtype=dtype).transpose(1, 2)
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    found, total, segments = QueryGradient(q), torch.zeros(1, 2, 9, 4).double(), segments_of(steps, 9)
+    for step, (own,) in zip(steps, segments.of_blocks, strict=True):
+        at = torch.cat([torch.arange(run.start, run.stop) for run in step.blocks[0].query_runs])
+        part = torch.randn(1, 2, len(at), 4, dtype=wide)
+        total[:, :, at] += part
+        found.add(HEADS, part, own)
+    for heads, rows in segments.idle:
+        found.leave_empty(heads, rows)
+    got = found.get()
+    assert got.dtype is dtype
+    torch.testing.assert_close(got.double(), total, rtol=2 ** -8 if dtype is torch.bfloat16 else 1e-5, atol=1e-6)
+
+
+def test_the_last_part_of_a_gradient_of_queries_writes_its_dtype(monkeypatch):
+    steps, q, written = steps_of(*WAYS["three_of_all_rows"]), torch.zeros(1, 2, 9, 4, dtype=torch.bfloat16), []
+    add = torch.add
+    monkeypatch.setattr(torch, "add", lambda *given, out: written.append(out.dtype) or add(*given, out=out))
+    found = QueryGradient(q)
+    for (own,) in segments_of(steps, 9).of_blocks:
+        found.add(HEADS, torch.ones(1, 2, 9, 4), own)
+    assert written == [torch.bfloat16]
+    assert torch.equal(found.get(), torch.full_like(q, 3.0))

@@ -79,7 +79,7 @@ def test_a_plan_computes_each_visible_pair_once_and_sends_what_is_received(name,
                                                          for piece in problem.keys.pieces[part.rank])])
                     buffer[part.at.start:part.at.stop] = held[part.rows.start:part.rows.stop]
                     if part.rank != rank:
-                        theirs = of_ranks[part.rank][number].sent()[rank]
+                        theirs = of_ranks[part.rank][number].sent[rank]
                         assert part.rows in [sent.rows for sent in theirs]
                 for block in step.blocks:
                     seen = block.mask.visible(len(block.queries), len(block.keys)).int()

@@ -1,15 +1,19 @@
 """What a context parallel call works out once for all layers of a step: counted on one rank, without messages."""
 
+import pickle
 from collections import Counter
 
 import pytest
 import torch
 
 import tilewise as tw
+from tilewise.autograd import fast_path
 from tilewise.distributed import arguments, balanced, blocks, call_plan, context_parallel, function
 from tilewise.distributed.exchange import Transfer
+from tilewise.distributed.layouts import named_layout
 from tilewise.distributed.schedules import run_steps
 from tilewise.distributed.tensor_cache import TensorCache
+from tilewise.masks import Span
 from tilewise.support.caches import clear_caches
 
 RANKS, LENGTH = 4, 64
@@ -93,6 +97,15 @@ def test_lengths_that_were_changed_in_place_are_read_anew(counted):
     assert counted["packed_lengths"] == 2
 
 
+def test_lengths_of_the_whole_sequences_go_to_the_device_once():
+    """As ranks that exchange heads need them."""
+    borders, layout = torch.tensor([0, 13, 14, 40, 64]), balanced_over(torch.arange(LENGTH) // 13)
+    first, again = (arguments.packed_arguments_of(given_of(layout, mask=CAUSAL, cu_seqlens_q=borders), 1, RANKS)
+                    .packed_lengths for _ in range(2))
+    assert [first[name].tolist() for name in arguments.PACKED_NAMES] == [borders.tolist()] * 2 + [[13, 1, 26, 24]] * 2
+    assert all(first[name] is again[name] for name in arguments.PACKED_NAMES)
+
+
 def test_documents_that_were_changed_in_place_are_planned_anew(counted):
     ids = torch.arange(LENGTH) // 13
     mask, layout = CAUSAL & tw.documents(ids), balanced_over(ids)
@@ -139,3 +152,43 @@ def test_nothing_is_kept_of_tensors_without_a_version():
         tensor = torch.zeros(2)
     assert [cache.get((tensor,), "key", lambda number=number: number) for number in (1, 2)] == [1, 2]
     assert len(cache) == 0
+
+
+def test_a_message_that_the_next_step_sends_too_is_packed_once(counted, monkeypatch):
+    packed, pack = [], function.pack
+    monkeypatch.setattr(function, "pack", lambda tensors: packed.append(1) or pack(tensors))
+    layout = named_layout("zigzag", LENGTH, RANKS)
+    q, k, v = (torch.randn(1, heads, LENGTH // RANKS, 8) for heads in (4, 2, 2))
+    given = given_of(layout, mask=CAUSAL) | {"q": q, "k": k, "v": v}
+    run_steps("ring", arguments.arguments_of(given, 1, RANKS), None, 1)
+    # Two later ranks see the first half of rank 1's keys, one before it sees them all.
+    assert len(packed) == 2
+
+
+def test_a_whole_shard_of_a_zigzag_is_one_part_of_a_message():
+    layout = named_layout("zigzag", LENGTH, RANKS)
+    checked = arguments.arguments_of(given_of(layout, mask=CAUSAL), 1, RANKS)
+    first, *others = call_plan.call_plan("ring", checked, 1).steps
+    assert all(len(step.parts) == 1 for step in (first, *others))
+    assert [len(step.parts[0].rows) for step in others] == [8, 16, 16]
+
+
+@pytest.mark.parametrize("is_watched", [False, True])
+def test_local_backward_passes_go_past_the_dispatcher_unless_somebody_watches(counted, monkeypatch, is_watched):
+    through = []
+    operator = fast_path.backward_op
+    monkeypatch.setattr(fast_path, "backward_op", lambda *given: through.append(1) or operator(*given))
+    monkeypatch.setattr(fast_path, "_is_watched", lambda: is_watched)
+    layer("ring", given_of(named_layout("zigzag", LENGTH, RANKS), mask=CAUSAL))
+    assert len(through) == (RANKS if is_watched else 0)
+
+
+def test_a_layout_is_counted_and_hashed_once(monkeypatch):
+    layout = named_layout("zigzag", LENGTH, RANKS)
+    again = pickle.loads(pickle.dumps(layout))
+    asked = []
+    monkeypatch.setattr(Span, "__len__", lambda own: asked.append(own) or own.stop - own.start)
+    monkeypatch.setattr(Span, "__hash__", lambda own: asked.append(own) or own.start)
+    assert (layout.length, layout.shard_length(1), hash(layout) == hash(again)) == (LENGTH, 16, True)
+    assert asked == []
+    assert layout == again

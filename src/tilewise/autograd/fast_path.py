@@ -19,7 +19,7 @@ from torch.autograd import forward_ad, profiler
 from tilewise import settings
 from tilewise.autograd.function import AttentionFunction, OutFunction, is_plain
 from tilewise.autograd.guards import IsLike, guard_of
-from tilewise.autograd.op import resolve
+from tilewise.autograd.op import backward_op, differentiate, resolve
 from tilewise.backends._support.current import allows_tf32, autocast_dtype, is_current
 from tilewise.backends.base import BindingBackend, BoundBackward, BoundForward, Needs, Saved
 from tilewise.masks import Mask
@@ -201,6 +201,21 @@ def attend_with(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Ope
         made: tuple[torch.Tensor, ...] = _apply(q, k, v, *operands, plan, at_inputs)
         return made
     return plan.forward(inputs or (lambda: (q, k, v)), at_inputs, operands)
+
+
+def differentiate_with(tensors: Sequence[torch.Tensor | None], operands: Operands, options: OperatorOptions,
+                       needs: list[bool]) -> list[torch.Tensor]:
+    """Return what the backward operator does, and leave torch's dispatcher out where nobody may want to see it.
+
+    Args:
+        tensors: q, k, v, out, lse, dout and dlse or None.
+        operands, options, needs: what the operator takes behind them.
+    """
+    seen = _is_watched() or any(tensor is not None and (tensor.__class__ is not _Tensor or tensor.is_neg())
+                                for tensor in (*tensors, *operands.alone))
+    run: Any = backward_op if seen else differentiate
+    made: list[torch.Tensor] = run(*tensors, *operands, *options, needs)
+    return made
 
 
 def _plan_with(options: tuple[Any, ...], inputs: Inputs, operands: Operands) -> LaunchPlan | None:

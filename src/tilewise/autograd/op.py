@@ -126,8 +126,9 @@ def _forward_plain_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *plai
     return tuple(_forward_fake(q, k, v, *NO_OPERANDS, *OperatorOptions.of_plain(plain)))
 
 
-def _backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-              dout: torch.Tensor, dlse: torch.Tensor | None, *rest: Any) -> list[torch.Tensor]:
+def differentiate(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+                  dout: torch.Tensor, dlse: torch.Tensor | None, *rest: Any) -> list[torch.Tensor]:
+    """Return the gradients that are needed: what the backward operators do, where no dispatcher asks."""
     operands = NO_OPERANDS
     *options, needs = rest
     if len(options) > N_PLAIN:
@@ -187,12 +188,12 @@ def _of_entry(op: Any) -> Any:
 
 for _name, _kernel, _fake in (("attention_forward", _forward, _forward_fake),
                               ("attention_forward_plain", _forward_plain, _forward_plain_fake),
-                              ("attention_backward", _backward, _backward_fake),
-                              ("attention_backward_plain", _backward, _backward_plain_fake)):
+                              ("attention_backward", differentiate, _backward_fake),
+                              ("attention_backward_plain", differentiate, _backward_plain_fake)):
     torch.library.impl(f"tilewise::{_name}", "CompositeExplicitAutograd", _kernel)
     torch.library.register_fake(f"tilewise::{_name}", _fake)
     _op = getattr(torch.ops.tilewise, _name).default
-    if _kernel is _backward:
+    if _kernel is differentiate:
         torch.library.register_vmap(f"tilewise::{_name}", entry_by_entry(_op))
         _by_gradient = one_gradient_after_another(partial(_gradient_of_entry, _op))
         torch.library.impl(f"tilewise::{_name}", "Batched", _by_gradient)

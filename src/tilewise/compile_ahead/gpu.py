@@ -193,7 +193,7 @@ class _HostCode(TorchDispatchMode):  # type: ignore[no-untyped-call] # untyped i
 
     _CODE: dict[str, Callable[..., Any]] = {  # noqa: RUF012 - a constant
         "attention_forward": op._forward, "attention_forward_plain": op._forward_plain,
-        "attention_backward": op._backward, "attention_backward_plain": op._backward,
+        "attention_backward": op.differentiate, "attention_backward_plain": op.differentiate,
         "attention_decode": decode_op._decode,
     }
 

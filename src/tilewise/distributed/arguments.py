@@ -38,6 +38,7 @@ PACKED_NAMES = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
 Lengths = tuple[torch.Tensor | None, ...]  # of these names
 Sequences = tuple[tuple[tuple[int, int, int, int], ...], list[list[int]]]  # Arguments.sequences and .borders
 _sequences_read = registered(TensorCache(64))
+_lengths_on_device = registered(TensorCache(64))
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,13 +94,12 @@ class Arguments:
         """What :func:`tilewise.attention_varlen` is told of the sequences; None where none are packed."""
         if self.sequences is None or self.borders is None:
             return None
-        borders, used = self.borders, []
-        for side in (0, 2):
-            ends = [own[side + 1] - own[side] for own in self.sequences]
-            used.append(torch.tensor(ends, dtype=torch.int32, device=self.q.device))
-        of_q, of_k = (torch.tensor(own, dtype=torch.int32, device=self.q.device) for own in borders)
-        return {"cu_seqlens_q": of_q, "cu_seqlens_k": of_k, "seqused_q": used[0], "seqused_k": used[1],
-                "max_seqlen_q": self.options.max_seqlen_q, "max_seqlen_k": self.options.max_seqlen_k}
+        sequences, device = self.sequences, self.q.device
+        numbers = [*self.borders, *[[own[side + 1] - own[side] for own in sequences] for side in (0, 2)]]
+        made = _lengths_on_device.get(self.sources, (device, self.queries.length, self.keys.length), lambda: [
+            torch.tensor(own, dtype=torch.int32, device=device) for own in numbers])
+        return {**dict(zip(PACKED_NAMES, made, strict=True)), "max_seqlen_q": self.options.max_seqlen_q,
+                "max_seqlen_k": self.options.max_seqlen_k}
 
     def padded_rows(self, rank: int) -> tuple[Span, ...]:
         """Return which rows of a rank's queries belong to no packed sequence."""
@@ -255,10 +255,10 @@ def _layouts(tensors: tuple[torch.Tensor, ...], given: dict[str, Any], rank: int
 
 def _options(given: dict[str, Any]) -> OperatorOptions:
     """Return the options of a call, without a mask."""
-    deterministic = given["deterministic"]
+    deterministic, scale = given["deterministic"], given["scale"]
     return OperatorOptions(
-        given["scale"], None, None, None, softcap=given["softcap"], dropout_p=given["dropout_p"],
-        max_logit="max_logit" in given["return_aux"],
+        None if scale is None else float(scale), None, None, None, softcap=given["softcap"],
+        dropout_p=given["dropout_p"], max_logit="max_logit" in given["return_aux"],
         deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
         backend=given["backend"] or settings.default_backend())
 

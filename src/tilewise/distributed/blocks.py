@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilewise.autograd.fast_path import attend, attend_with
+from tilewise.autograd.fast_path import attend, attend_with, differentiate_with
 from tilewise.autograd.function import is_plain
-from tilewise.autograd.op import backward_op, forward_op
+from tilewise.autograd.op import forward_op
 from tilewise.dispatch import choose
 from tilewise.distributed.packing import Borders
-from tilewise.distributed.plan import Block, Step
+from tilewise.distributed.steps import Block, Step
 from tilewise.masks import Span
 from tilewise.masks.document_ranges import documents_of
 from tilewise.problem import AttentionProblem
@@ -226,14 +226,15 @@ def gradients_of_block(call: Call, block: Block, heads: Span, tensors: Tensors, 
     of_rows = [None if tensor is None else _of_queries(tensor, block, heads) for tensor in rows]
     wide = float32_results and q.itemsize == 2  # others are plain calls
     operands, options = call.operands_of(block, heads), call.options_of(block, float32_results=wide)
-    made: list[torch.Tensor] = backward_op(q, k, v, *of_rows, *operands, *options, [*needs, False])
-    return made
+    return differentiate_with((q, k, v, *of_rows), operands, options, [*needs, False])
 
 
 def _of_queries(tensor: torch.Tensor, block: Block, heads: Span) -> torch.Tensor:
+    if tensor.shape[1] == len(heads) and tensor.shape[2] == len(block.queries) and not block.runs:
+        return tensor  # each view costs the host a microsecond
     runs = [tensor[:, heads.start:heads.stop, rows.start:rows.stop] for rows in block.query_runs]
     return runs[0] if len(runs) == 1 else torch.cat(runs, 2)
 
 
 def _of_keys(tensor: torch.Tensor, block: Block) -> torch.Tensor:
-    return tensor[:, :, block.keys.start:block.keys.stop]
+    return tensor if tensor.shape[2] == len(block.keys) else tensor[:, :, block.keys.start:block.keys.stop]

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from tilewise.distributed.arguments import Arguments
 from tilewise.distributed.blocks import BlockTensors, Summed, summed_of
 from tilewise.distributed.cost_model import groups_of
-from tilewise.distributed.plan import Step, all_gather_plan, cached_ring_plan, no_narrowing, ring_plan
+from tilewise.distributed.plan import all_gather_plan, cached_ring_plan, no_narrowing, ring_plan
 from tilewise.distributed.segments import Segments, segments_of
+from tilewise.distributed.steps import Step
 from tilewise.distributed.tensor_cache import TensorCache
 from tilewise.masks import Span
 from tilewise.support.caches import registered

@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from tilewise.distributed.layouts import Layout
-from tilewise.distributed.plan import Problem, Rectangle, Step, cached_ring_plan, rectangles_of
+from tilewise.distributed.plan import Problem, Rectangle, cached_ring_plan, rectangles_of
+from tilewise.distributed.steps import Step
 from tilewise.masks import Span
 from tilewise.support.caches import registered
 

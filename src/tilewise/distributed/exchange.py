@@ -6,10 +6,15 @@ of NCCL's own: what is enqueued between :func:`start` and :meth:`Transfer.wait` 
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from itertools import accumulate
+from operator import mul
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+
+from tilewise.support.caches import registered
 
 Said = TypeVar("Said")
 _ALIGNMENT = 128  # bytes: each tensor of a message begins at a multiple, as Hopper's TMA asks of an address
@@ -28,11 +33,32 @@ class TensorForm(NamedTuple):
         return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
+class _Place(NamedTuple):
+    """Where a tensor lies in a message; ``start`` and ``strides`` in elements."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    start: int
+
+
+@registered
+@lru_cache(maxsize=1024)
+def _places_of(forms: tuple[TensorForm, ...]) -> tuple[tuple[_Place, ...], int]:
+    """Return where tensors lie in a message, and its bytes."""
+    found, start = [], 0
+    for form in forms:
+        *strides, _ = accumulate(reversed(form.shape), mul, initial=1)
+        found.append(_Place(form.dtype, form.shape, tuple(reversed(strides)), start // form.dtype.itemsize))
+        start += form.size
+    return tuple(found), start
+
+
 def pack(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return a message, (bytes,), uint8, of the tensors' elements in the order of their dims."""
     tensors = tuple(tensors)
     forms = [TensorForm(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
-    message = torch.empty(sum(form.size for form in forms), dtype=torch.uint8, device=tensors[0].device)
+    message = empty_message(forms, tensors[0].device)
     for view, tensor in zip(unpack(message, forms), tensors, strict=True):
         view.copy_(tensor)
     return message
@@ -40,17 +66,17 @@ def pack(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 
 def unpack(message: torch.Tensor, forms: Sequence[TensorForm]) -> list[torch.Tensor]:
     """Return the tensors of a message, views of it."""
-    found, start = [], 0
-    for form in forms:
-        count = math.prod(form.shape) * form.dtype.itemsize
-        found.append(message[start:start + count].view(form.dtype).view(form.shape))
-        start += form.size
+    found, typed = [], {}
+    for dtype, shape, strides, start in _places_of(tuple(forms))[0]:
+        if dtype not in typed:
+            typed[dtype] = message.view(dtype)
+        found.append(typed[dtype].as_strided(shape, strides, start))
     return found
 
 
 def empty_message(forms: Sequence[TensorForm], device: torch.device) -> torch.Tensor:
     """Return room for a message of such tensors."""
-    return torch.empty(sum(form.size for form in forms), dtype=torch.uint8, device=device)
+    return torch.empty(_places_of(tuple(forms))[1], dtype=torch.uint8, device=device)
 
 
 class Transfer:

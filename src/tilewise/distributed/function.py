@@ -12,12 +12,9 @@ from tilewise.backends.base import Results
 from tilewise.distributed.blocks import Call, Tensors, attend_to_block, gradients_of_block, places_of
 from tilewise.distributed.call_plan import CallPlan
 from tilewise.distributed.exchange import TensorForm, Transfer, empty_message, pack, start, unpack
-from tilewise.distributed.partial import PartialResults, sinks_gradient, sum_dtype
-from tilewise.distributed.plan import Block, Part, Step
+from tilewise.distributed.partial import PartialResults, QueryGradient, sinks_gradient, sum_dtype
+from tilewise.distributed.steps import Block, Part, Step
 from tilewise.masks import Span
-
-# Of the pieces of a part: where in it, and where in what it is a part of.
-Places = list[tuple[tuple[slice, ...], tuple[slice, ...]]]
 
 
 @dataclass(frozen=True)
@@ -31,18 +28,28 @@ class Planned:
 
 
 class _Keys:
-    """The keys and values of a step: those of others are under way until :meth:`get`."""
+    """The keys and values of a step: those of others are under way until :meth:`get`.
 
-    def __init__(self, planned: Planned, step: Step, k: torch.Tensor, v: torch.Tensor) -> None:
+    Args:
+        planned: the call.
+        step: of its plan.
+        k, v: of the rank.
+        before: of the step before, whose messages are sent again where they are the same.
+    """
+
+    def __init__(self, planned: Planned, step: Step, k: torch.Tensor, v: torch.Tensor,
+                 before: "_Keys | None" = None) -> None:
         self._step, self._rank, self._own = step, planned.rank, (k, v)
         self._messages: dict[int, torch.Tensor] = {}
-        packed: dict[tuple[Part, ...], torch.Tensor] = {}
+        self._packed: dict[tuple[Span, ...], torch.Tensor] = {}
         sends = {}
-        for rank, parts in step.sent().items():
-            same = tuple([part._replace(rank=0, at=Span(0, 0)) for part in parts])  # one message for all that want it
-            if same not in packed:
-                packed[same] = pack(_rows(tensor, part.rows, step.heads) for tensor in (k, v) for part in parts)
-            sends[rank] = packed[same]
+        for rank, parts in step.sent.items():
+            same = step.heads, *[part.rows for part in parts]  # one message for all that want it
+            if same not in self._packed:
+                packed = None if before is None else before._packed.get(same)
+                self._packed[same] = packed if packed is not None else pack(
+                    _rows(tensor, part.rows, step.heads) for tensor in (k, v) for part in parts)
+            sends[rank] = self._packed[same]
         for rank, parts in step.received(planned.rank).items():
             self._messages[rank] = empty_message(_forms((k, v), step.heads, parts), k.device)
         self._transfer = start(planned.group, sends, self._messages)
@@ -71,6 +78,17 @@ class _Keys:
                     buffer[:, :, part.at.start:part.at.stop] = view
             found.append(buffer)
         return found[0], found[1]
+
+
+def _steps_with_keys(planned: Planned, k: torch.Tensor, v: torch.Tensor) -> Iterator[tuple[
+        int, Step, torch.Tensor, torch.Tensor]]:
+    """Yield each step with its number and its buffer of keys and values, while those of the next one are under way."""
+    steps, keys = planned.plan.steps, _Keys(planned, planned.plan.steps[0], k, v)
+    for number, step in enumerate(steps):
+        coming = _Keys(planned, steps[number + 1], k, v, keys) if number + 1 < len(steps) else None
+        yield number, step, *keys.get()
+        if coming is not None:
+            keys = coming
 
 
 class _KeyGradients:
@@ -109,7 +127,7 @@ class _KeyGradients:
         for peer, parts in step.received(rank).items():
             sends[peer] = pack(gradient[:, :, part.at.start:part.at.stop].to(total.dtype)
                                for gradient, total in zip(gradients, self._sums, strict=True) for part in parts)
-        for peer, parts in step.sent().items():
+        for peer, parts in step.sent.items():
             receives[peer] = empty_message(_forms(self._sums, step.heads, parts), self._like[0].device)
         transfer = start(self._planned.group, sends, receives)
         self._add_arrived()
@@ -126,7 +144,7 @@ class _KeyGradients:
         step, transfer, messages = self._under_way
         self._under_way = None
         transfer.wait()
-        for peer, parts in step.sent().items():
+        for peer, parts in step.sent.items():
             views = unpack(messages[peer], _forms(self._sums, step.heads, parts))
             for number, total in enumerate(self._sums):
                 for part, view in zip(parts, views[number * len(parts):], strict=False):
@@ -141,21 +159,15 @@ class _Sum:
         self._only: torch.Tensor | None = None
         self._total: torch.Tensor | None = None
 
-    def add(self, part: torch.Tensor, places: Places) -> None:
-        """Add a part at some places; a dim that it lacks is summed by the operator already.
-
-        Args:
-            part: what was made.
-            places: of each piece of it, where it lies in the part and where in the sum.
-        """
+    def add(self, part: torch.Tensor, where: tuple[slice, ...]) -> None:
+        """Add a part at some places; a dim that it lacks is summed by the operator already."""
         if self._total is None and self._only is None and part.shape == self._like.shape:
             self._only = part
             return
         if self._total is None:
             only, self._only, dtype = self._only, None, sum_dtype(self._like)
             self._total = torch.zeros_like(self._like, dtype=dtype) if only is None else only.to(dtype)
-        for within, where in places:
-            self._total[where].add_(part[within])
+        self._total[where].add_(part)
 
     def get(self) -> torch.Tensor:
         """Return the sum, or the part that is all of it as it came."""
@@ -175,12 +187,9 @@ class StepsFunction(torch.autograd.Function):
                 bias: torch.Tensor | None, slopes: torch.Tensor | None, sinks: torch.Tensor | None) -> Tensors:
         """Return out, lse and, where the options want it, max_logit."""
         call, plan = planned.call, planned.plan
-        steps, wide = plan.steps, plan.summed.out
+        wide = plan.summed.out
         parts = PartialResults(q, v.shape[3], max_logit=call.options.max_logit, summed=wide, rounds=sinks is None)
-        coming = _Keys(planned, steps[0], k, v)
-        for number, step in enumerate(steps):
-            keys, coming = coming, _Keys(planned, steps[number + 1], k, v) if number + 1 < len(steps) else coming
-            own_k, own_v = keys.get()
+        for number, step, own_k, own_v in _steps_with_keys(planned, k, v):
             heads = call.query_heads(step.heads)
             for block, segments in zip(step.blocks, plan.segments.of_blocks[number], strict=True):
                 parts.add(heads, Results(*attend_to_block(
@@ -215,56 +224,42 @@ def _gradients(planned: Planned, saved: Tensors, incoming: tuple[torch.Tensor, t
                wanted: Sequence[bool]) -> tuple[torch.Tensor | None, ...]:
     """Walk the steps once more, keys and values coming as in the forward pass and their gradients going back."""
     q, k, v, out, lse, bias, slopes, sinks = saved
-    call, steps, summed, rows = planned.call, planned.plan.steps, planned.plan.summed, (out, lse, *incoming)
+    call, summed, rows = planned.call, planned.plan.summed, (out, lse, *incoming)
     needs = (wanted[0], wanted[1] or wanted[2], wanted[3], wanted[4])
-    of_queries = [_Sum(tensor) for tensor, needed in ((q, needs[0]), (bias, needs[2]), (slopes, needs[3])) if needed]
+    of_q = QueryGradient(q)
+    of_operands = [_Sum(tensor) for tensor, needed in ((bias, needs[2]), (slopes, needs[3])) if needed]
     of_keys = _KeyGradients(planned, k, v)
-    coming = _Keys(planned, steps[0], k, v)
-    for number, step in enumerate(steps):
-        keys, coming = coming, _Keys(planned, steps[number + 1], k, v) if number + 1 < len(steps) else coming
-        own_k, own_v = keys.get()
+    for number, step, own_k, own_v in _steps_with_keys(planned, k, v):
         heads = call.query_heads(step.heads)
         of_step = [_Sum(tensor) for tensor in (own_k, own_v)]
-        sums = [*of_queries[:needs[0]], *(of_step if needs[1] else ()), *of_queries[needs[0]:]]
-        for block in step.blocks:
+        sums = [*(of_step if needs[1] else ()), *of_operands]
+        for block, segments in zip(step.blocks, planned.plan.segments.of_blocks[number], strict=True):
             made = gradients_of_block(call, block, heads, (q, own_k, own_v), rows, needs,
                                       float32_results=summed.gradients)
-            places = _places(block, heads, needs, (bias, slopes), packed=call.packed)
-            for total, part, of_part in zip(sums, made, places, strict=True):
-                total.add(part, of_part)
+            if needs[0]:
+                of_q.add(heads, made.pop(0), segments)
+            for total, part, where in zip(sums, made, _places(call, block, heads, needs, (bias, slopes)), strict=True):
+                total.add(part, where)
         if needs[1]:
             of_keys.send(step, tuple([total.get() for total in of_step]))
     dk, dv = of_keys.get() if needs[1] else (None, None)
-    found = iter([total.get() for total in of_queries])
-    dq, dbias, dslopes = (next(found).to(like.dtype) if needed else None
-                          for like, needed in ((q, needs[0]), (bias, needs[2]), (slopes, needs[3])))
+    if needs[0]:
+        for kv_heads, idle in planned.plan.segments.idle:
+            of_q.leave_empty(call.query_heads(kv_heads), idle)
+    found = iter([total.get() for total in of_operands])
+    dbias, dslopes = (next(found).to(like.dtype) if needed else None
+                      for like, needed in ((bias, needs[2]), (slopes, needs[3])))
     dsinks = None if sinks is None or not wanted[5] else sinks_gradient(sinks, lse, out, *incoming)
-    return dq, dk, dv, dbias, dslopes, dsinks
+    return of_q.get() if needs[0] else None, dk, dv, dbias, dslopes, dsinks
 
 
-def _places(block: Block, heads: Span, needs: tuple[bool, ...], operands: tuple[torch.Tensor | None, ...], *,
-            packed: bool) -> list[Places]:
-    """Return where a block's gradients belong, in the order in which they are made."""
-    every = slice(None)
-    queries: Places = [((every, every, made), (every, _slice(heads), _slice(rows)))
-                       for rows, made in _rows_within(block)]
-    keys: Places = [((), (every, every, _slice(block.keys)))]
-    of_operands: list[list[Places]] = [[] if own is None else [[((), places_of(own, block, heads, packed=packed))]]
-                                       for own in operands]
-    found: list[list[Places]] = [[queries], [keys, keys], *of_operands]
-    return [place for places, needed in zip(found, needs, strict=True) if needed for place in places]
-
-
-def _rows_within(block: Block) -> Iterator[tuple[Span, slice]]:
-    """Yield the rows of a block's queries, and where its results have them."""
-    at = 0
-    for rows in block.query_runs:
-        yield rows, slice(at, at + len(rows))
-        at += len(rows)
-
-
-def _slice(span: Span) -> slice:
-    return slice(span.start, span.stop)
+def _places(call: Call, block: Block, heads: Span, needs: tuple[bool, ...],
+            operands: tuple[torch.Tensor | None, ...]) -> list[tuple[slice, ...]]:
+    """Return where a block's gradients of keys, values and operands belong, in the order in which they are made."""
+    keys = (slice(None), slice(None), slice(block.keys.start, block.keys.stop))
+    of_operands = [() if own is None else (places_of(own, block, heads, packed=call.packed),) for own in operands]
+    return [place for places, needed in zip([(keys, keys), *of_operands], needs[1:], strict=True) if needed
+            for place in places]
 
 
 def _rows(tensor: torch.Tensor, rows: Span, heads: Span) -> torch.Tensor:

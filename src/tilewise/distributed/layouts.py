@@ -1,6 +1,6 @@
 """Layouts: which positions of a sequence each rank holds, as a few contiguous pieces."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
@@ -24,15 +24,25 @@ class Layout:
 
     name: str
     pieces: tuple[Pieces, ...]
+    _lengths: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # Asked for several times a call: counted and hashed once. Numbers alone have the same hash in every process.
+        object.__setattr__(self, "_lengths", tuple([sum(map(len, own)) for own in self.pieces]))
+        object.__setattr__(self, "_hash", hash(self.pieces))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     @property
     def length(self) -> int:
         """How many positions the sequence has."""
-        return sum(self.shard_length(rank) for rank in range(len(self.pieces)))
+        return sum(self._lengths)
 
     def shard_length(self, rank: int) -> int:
         """How many positions a rank holds."""
-        return sum(len(piece) for piece in self.pieces[rank])
+        return self._lengths[rank]
 
     def local_spans(self, rank: int, span: Span) -> tuple[tuple[Span, Span], ...]:
         """Return what a rank holds of a range of positions: in the sequence, and in the rank's shard."""

@@ -120,6 +120,57 @@ class PartialResults:
         return self._of_rows
 
 
+class QueryGradient:
+    """The gradient of a rank's queries so far: the first part of each row is taken, the last writes the dtype of q.
+
+    Args:
+        q: (b, hq, s, d), of the rank. Parts are float32, or have the dtype of q where they are of different rows.
+    """
+
+    def __init__(self, q: torch.Tensor) -> None:
+        self._like = q
+        self._sum: torch.Tensor | None = None
+        self._rounded: torch.Tensor | None = None
+
+    def add(self, heads: Span, part: torch.Tensor, segments: Sequence[Segment]) -> None:
+        """Add a part, (b, heads, rows, d), of some heads of queries; the first of all rows is kept, and changed."""
+        if self._sum is None and self._rounded is None and part.shape == self._like.shape:
+            self._sum = part
+            if not all(own.is_last for own in segments):
+                for own in segments:
+                    if own.is_last:
+                        self._final()[_places(heads, own.rows)].copy_(part[:, :, _slice(own.within)])
+            return
+        for own in segments:
+            where, of_rows = _places(heads, own.rows), part[:, :, _slice(own.within)]
+            if own.is_first:
+                (self._final() if own.is_last else self._total(part.dtype))[where].copy_(of_rows)
+            elif own.is_last:
+                torch.add(self._total(part.dtype)[where], of_rows, out=self._final()[where])
+            else:
+                self._total(part.dtype)[where].add_(of_rows)
+
+    def leave_empty(self, heads: Span, rows: Span) -> None:
+        """Let rows that have no part be 0."""
+        self._final()[_places(heads, rows)] = 0.0
+
+    def get(self) -> torch.Tensor:
+        """Return what all parts come to, in the dtype of q."""
+        if self._rounded is None and self._sum is not None:
+            return self._sum.to(self._like.dtype)
+        return self._final()
+
+    def _total(self, dtype: torch.dtype) -> torch.Tensor:
+        if self._sum is None:
+            self._sum = torch.empty_like(self._like, dtype=dtype)
+        return self._sum
+
+    def _final(self) -> torch.Tensor:
+        if self._rounded is None:
+            self._rounded = torch.empty_like(self._like)
+        return self._rounded
+
+
 def _places(heads: Span, rows: Span) -> tuple[slice, ...]:
     return slice(None), _slice(heads), _slice(rows)
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from tilewise.distributed.plan import Block, Step
+from tilewise.distributed.steps import Block, Step
 from tilewise.masks import Span
 
 
