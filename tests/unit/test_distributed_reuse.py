@@ -192,3 +192,22 @@ def test_a_layout_is_counted_and_hashed_once(monkeypatch):
     assert (layout.length, layout.shard_length(1), hash(layout) == hash(again)) == (LENGTH, 16, True)
     assert asked == []
     assert layout == again
+
+
+def test_each_stream_has_tensors_of_its_own_and_a_captured_graph_too(monkeypatch):
+    """Another stream would read what the first one has not written yet, and a graph what was freed meanwhile."""
+    ids = torch.arange(LENGTH) // 13
+    mask, layout = CAUSAL & tw.documents(ids), balanced_over(ids)
+
+    def plan():
+        return call_plan.call_plan("ring", arguments.arguments_of(given_of(layout, mask=mask), 1, RANKS), 1)
+
+    first = plan()
+    assert plan() is first
+    monkeypatch.setattr(call_plan, "stream_of", lambda device: 7)
+    second = plan()
+    assert second.tensors is not first.tensors
+    monkeypatch.setattr(call_plan, "is_capturing", lambda device: True)
+    captured, again = plan(), plan()
+    assert captured.steps is again.steps is second.steps
+    assert len({id(own.tensors) for own in (first, second, captured, again)}) == 4

@@ -12,7 +12,7 @@ from tilewise.distributed.cost_model import Sizes
 from tilewise.distributed.layouts import Layout, named_layout
 from tilewise.distributed.plan import Narrow, Problem
 from tilewise.distributed.sharding import whole_length
-from tilewise.distributed.tensor_cache import TensorCache
+from tilewise.distributed.tensor_cache import TensorCache, is_capturing, stream_of
 from tilewise.functions import NO_FUNCTIONS
 from tilewise.masks import Mask, Span
 from tilewise.masks.cutting import MaskBlock, cut_mask
@@ -96,8 +96,12 @@ class Arguments:
             return None
         sequences, device = self.sequences, self.q.device
         numbers = [*self.borders, *[[own[side + 1] - own[side] for own in sequences] for side in (0, 2)]]
-        made = _lengths_on_device.get(self.sources, (device, self.queries.length, self.keys.length), lambda: [
-            torch.tensor(own, dtype=torch.int32, device=device) for own in numbers])
+        key = device, stream_of(device), self.queries.length, self.keys.length
+
+        def make() -> list[torch.Tensor]:
+            return [torch.tensor(own, dtype=torch.int32, device=device) for own in numbers]
+
+        made = make() if is_capturing(device) else _lengths_on_device.get(self.sources, key, make)
         return {**dict(zip(PACKED_NAMES, made, strict=True)), "max_seqlen_q": self.options.max_seqlen_q,
                 "max_seqlen_k": self.options.max_seqlen_k}
 

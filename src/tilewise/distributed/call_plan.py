@@ -4,7 +4,7 @@ The layers of a model call with the same tensors of documents or cu_seqlens. The
 backward pass, find the plan by the identity of these tensors.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tilewise.distributed.arguments import Arguments
 from tilewise.distributed.blocks import BlockTensors, Summed, summed_of
@@ -12,7 +12,7 @@ from tilewise.distributed.cost_model import groups_of
 from tilewise.distributed.plan import all_gather_plan, cached_ring_plan, no_narrowing, ring_plan
 from tilewise.distributed.segments import Segments, segments_of
 from tilewise.distributed.steps import Step
-from tilewise.distributed.tensor_cache import TensorCache
+from tilewise.distributed.tensor_cache import TensorCache, is_capturing, stream_of
 from tilewise.masks import Span
 from tilewise.support.caches import registered
 
@@ -43,9 +43,11 @@ def call_plan(name: str, arguments: Arguments, rank: int) -> CallPlan:
     """Return the plan of a schedule of steps, "ring" or "all_gather", for a rank of the arguments' layouts."""
     # The draws of dropout belong to a head's number, which a group of heads would not know.
     groups = 1 if arguments.options.dropout_p else groups_of(arguments.k.shape[1])
+    device = arguments.q.device
     key = (name, rank, groups, arguments.queries, arguments.keys, arguments.mask, arguments.merges,
-           arguments.k.shape[1], arguments.step, arguments.q.device)
-    return _plans.get(arguments.sources, key, lambda: _made(name, arguments, rank, groups))
+           arguments.k.shape[1], arguments.step, device, stream_of(device))
+    plan = _plans.get(arguments.sources, key, lambda: _made(name, arguments, rank, groups))
+    return replace(plan, tensors=BlockTensors(device)) if is_capturing(device) else plan
 
 
 def _made(name: str, arguments: Arguments, rank: int, groups: int) -> CallPlan:

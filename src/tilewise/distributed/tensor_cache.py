@@ -9,6 +9,19 @@ import torch
 Made = TypeVar("Made")
 
 
+def stream_of(device: torch.device) -> int | None:
+    """Return the stream that work of a device goes to now, None of a CPU.
+
+    It belongs into the key of tensors that are made there: another stream would read what is not written yet.
+    """
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Return whether a CUDA graph is being captured: what it makes or reads must not be shared with other calls."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 class _Kept(NamedTuple):
     """What was made, of which tensors, and what they were then: version counters and addresses."""
 
