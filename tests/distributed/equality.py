@@ -58,6 +58,8 @@ CASES = [
     Case("sink_tokens", mask=WINDOW & tw.sink_tokens(3), sinks=True, softcap=2.0),
     Case("every_kind_of_mask", 29, mask=tw.prefix(4) & tw.window(6, 0) & tw.sink_tokens(2) & tw.chunk(12), documents=2),
     Case("documents", mask=tw.causal(), documents=3), Case("documents_both_ways", 26, documents=4),
+    Case("documents_of_one_entry", 37, b=1, mask=tw.causal(), documents=5, sinks=True, aux=("lse", "max_logit")),
+    Case("documents_of_one_entry_in_a_window", 40, b=1, mask=WINDOW, documents=3),
     Case("boolean_tensor", mask=tw.causal(), visible=(0, 0, 0, 0)), Case("boolean_rows", visible=(1, 1, 0, 1)),
     Case("boolean_keys", visible=(0, 1, 1, 0)),
     Case("bias", bias=(0, 0, 0, 0), mask=tw.causal()), Case("bias_of_one_head", 22, bias=(1, 1, 0, 0)),

@@ -18,6 +18,7 @@ from tilewise.support.caches import clear_caches
 
 RANKS, LENGTH = 4, 64
 CAUSAL = tw.causal("top_left")
+SCATTERED = torch.arange(LENGTH) // 13 % 3  # documents that do not stand together
 
 
 @pytest.fixture
@@ -64,8 +65,7 @@ def balanced_over(ids):
 
 @pytest.mark.parametrize("schedule", ["ring", "all_gather"])
 def test_layers_with_the_same_documents_plan_and_number_them_once(counted, schedule):
-    ids = torch.arange(LENGTH) // 13
-    mask, layout = CAUSAL & tw.documents(ids), balanced_over(ids)
+    mask, layout = CAUSAL & tw.documents(SCATTERED), balanced_over(SCATTERED)
     layer(schedule, given_of(layout, mask=mask))
     first = dict(counted)
     assert first["documents_of"] > 0
@@ -107,8 +107,7 @@ def test_lengths_of_the_whole_sequences_go_to_the_device_once():
 
 
 def test_documents_that_were_changed_in_place_are_planned_anew(counted):
-    ids = torch.arange(LENGTH) // 13
-    mask, layout = CAUSAL & tw.documents(ids), balanced_over(ids)
+    mask, layout = CAUSAL & tw.documents(SCATTERED), balanced_over(SCATTERED)
     layer("ring", given_of(layout, mask=mask))
     before = counted["documents_of"]
     mask.documents.q.zero_()
@@ -196,8 +195,7 @@ def test_a_layout_is_counted_and_hashed_once(monkeypatch):
 
 def test_each_stream_has_tensors_of_its_own_and_a_captured_graph_too(monkeypatch):
     """Another stream would read what the first one has not written yet, and a graph what was freed meanwhile."""
-    ids = torch.arange(LENGTH) // 13
-    mask, layout = CAUSAL & tw.documents(ids), balanced_over(ids)
+    mask, layout = CAUSAL & tw.documents(SCATTERED), balanced_over(SCATTERED)
 
     def plan():
         return call_plan.call_plan("ring", arguments.arguments_of(given_of(layout, mask=mask), 1, RANKS), 1)
@@ -211,3 +209,21 @@ def test_each_stream_has_tensors_of_its_own_and_a_captured_graph_too(monkeypatch
     captured, again = plan(), plan()
     assert captured.steps is again.steps is second.steps
     assert len({id(own.tensors) for own in (first, second, captured, again)}) == 4
+
+
+def test_documents_that_stand_together_are_one_call_for_each_pair_of_ranks():
+    ids = torch.arange(LENGTH) // 13
+    layout = balanced_over(ids)
+
+    def plan(ids=ids, mask=CAUSAL, batch=1, **options):
+        given = given_of(layout, mask=mask & tw.documents(ids), **options)
+        given |= {name: given[name].expand(batch, -1, -1, -1) for name in "qkv"}
+        return call_plan.call_plan("ring", arguments.arguments_of(given, 1, RANKS), 1)
+
+    packed = plan()
+    assert packed.packs_documents
+    assert max(len(step.blocks) for step in packed.steps) == 1
+    others = [plan(ids % 2), plan(mask=tw.window(9, 0, alignment="top_left") & tw.sink_tokens(2)), plan(batch=2),
+              plan(alibi_slopes=torch.ones(4)), plan(backend="torch"), plan(dropout_p=0.5, seed=torch.zeros(
+                  1, dtype=torch.int64))]
+    assert [one.packs_documents for one in others] == [False] * len(others)

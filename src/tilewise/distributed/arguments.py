@@ -120,11 +120,17 @@ class Arguments:
         b, hq, _, d = self.q.shape
         return Sizes(b, hq, self.k.shape[1], d, self.v.shape[3], self.q.element_size())
 
-    def call(self, tensors: BlockTensors) -> Call:
-        """Return what the blocks of a plan have in common; ``tensors``: of the plan."""
-        return Call(self.options, self.operands._replace(sinks=None, bias=_detached(self.operands.bias),
-                                                         alibi_slopes=_detached(self.operands.alibi_slopes)),
-                    self.documents, tensors, self.q.shape[1] // self.k.shape[1], packed=self.sequences is not None)
+    def call(self, tensors: BlockTensors, *, packs_documents: bool) -> Call:
+        """Return what the blocks of a plan have in common.
+
+        Args:
+            tensors: of the plan.
+            packs_documents: whether the plan's blocks have borders where documents were.
+        """
+        operands = self.operands._replace(sinks=None, bias=_detached(self.operands.bias),
+                                          alibi_slopes=_detached(self.operands.alibi_slopes))
+        return Call(self.options, operands, None if packs_documents else self.documents, tensors,
+                    self.q.shape[1] // self.k.shape[1], packed=self.sequences is not None)
 
     @property
     def narrow(self) -> Narrow | None:

@@ -5,6 +5,9 @@ backward pass, find the plan by the identity of these tensors.
 """
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
 
 from tilewise.distributed.arguments import Arguments
 from tilewise.distributed.blocks import BlockTensors, Summed, summed_of
@@ -27,6 +30,7 @@ class CallPlan:
         padding: rows of its queries that belong to no packed sequence.
         segments: of the blocks' queries.
         tensors: what the blocks' documents and borders become.
+        packs_documents: whether documents are computed as packed sequences.
     """
 
     steps: tuple[Step, ...]
@@ -34,6 +38,7 @@ class CallPlan:
     padding: tuple[Span, ...]
     segments: Segments
     tensors: BlockTensors
+    packs_documents: bool = False
 
 
 _plans = registered(TensorCache(256))
@@ -45,18 +50,42 @@ def call_plan(name: str, arguments: Arguments, rank: int) -> CallPlan:
     groups = 1 if arguments.options.dropout_p else groups_of(arguments.k.shape[1])
     device = arguments.q.device
     key = (name, rank, groups, arguments.queries, arguments.keys, arguments.mask, arguments.merges,
-           arguments.k.shape[1], arguments.step, device, stream_of(device))
+           arguments.k.shape[1], arguments.step, arguments.options.backend, device, stream_of(device))
     plan = _plans.get(arguments.sources, key, lambda: _made(name, arguments, rank, groups))
     return replace(plan, tensors=BlockTensors(device)) if is_capturing(device) else plan
 
 
 def _made(name: str, arguments: Arguments, rank: int, groups: int) -> CallPlan:
     problem, narrow = arguments.problem, arguments.narrow
+    packed = None if narrow is None else document_sequences(arguments)
+    if packed is not None:
+        problem, narrow = replace(problem, sequences=packed, merges=True), None
     if name == "all_gather":
         steps = all_gather_plan(problem, rank, groups, narrow or no_narrowing)
     else:
         steps = cached_ring_plan(problem, rank) if narrow is None else ring_plan(problem, rank, narrow)
     return CallPlan(steps, summed_of(steps, rank), arguments.padded_rows(rank),
-                    segments_of(steps, arguments.q.shape[2]), BlockTensors(arguments.q.device))
+                    segments_of(steps, arguments.q.shape[2]), BlockTensors(arguments.q.device), packed is not None)
+
+
+def document_sequences(arguments: Arguments) -> tuple[tuple[int, int, int, int], ...] | None:
+    """Return documents as packed sequences, which share a local call where documents would have one for each part.
+
+    None where they are none: several batch entries, documents that do not stand together, a mask that counts positions
+    from the front of all, operands of the pairs, or a named backend that might take no packed sequences.
+    """
+    mask, documents, operands = arguments.mask, arguments.documents, arguments.operands
+    if (documents is None or arguments.q.shape[0] != 1 or mask.has_exceptions or arguments.options.dropout_p
+            or (mask.is_bounded and mask.offset(arguments.queries.length, arguments.keys.length) != 0)
+            or any(own is not None for own in (operands.bias, operands.mask, operands.alibi_slopes))
+            or arguments.options.backend not in (None, "triton", "reference")):
+        return None
+    of_queries, of_keys = documents
+    if of_queries.shape != of_keys.shape or len(of_queries) != 1 or not torch.equal(of_queries, of_keys):
+        return None
+    numbers, lengths = torch.unique_consecutive(of_queries[0], return_counts=True)
+    if len(numbers.unique()) != len(numbers):
+        return None
+    return tuple([(*own, *own) for own in pairwise([0, *lengths.cumsum(0).tolist()])])
 
 

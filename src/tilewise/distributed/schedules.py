@@ -119,7 +119,7 @@ def _exchange_in_row(arguments: Arguments, ranks: Ranks, row: dist.ProcessGroup)
 def run_steps(name: str, arguments: Arguments, group: dist.ProcessGroup, rank: int) -> tuple[torch.Tensor, ...]:
     """Return the same of a schedule of steps, "ring" or "all_gather", as one rank of the group."""
     plan, operands = call_plan(name, arguments, rank), arguments.operands
-    planned = Planned(group, rank, plan, arguments.call(plan.tensors))
+    planned = Planned(group, rank, plan, arguments.call(plan.tensors, packs_documents=plan.packs_documents))
     results: tuple[torch.Tensor, ...] = StepsFunction.apply(  # type: ignore[no-untyped-call]
         planned, arguments.q, arguments.k, arguments.v, operands.bias, operands.alibi_slopes, operands.sinks)
     return results
@@ -142,7 +142,7 @@ def check_blocks(name: str, arguments: Arguments, ranks: Ranks) -> None:
         arguments = over_rows(_exchange_in_row(arguments, ranks, ranks.heads).to_heads(arguments, None), size)
     rank = dist.get_rank(ranks.group)
     plan = call_plan(name, arguments, rank)
-    call = arguments.call(plan.tensors)
+    call = arguments.call(plan.tensors, packs_documents=plan.packs_documents)
     for step in plan.steps:
         for block in step.blocks:
             check_block(call, block, step.heads, (arguments.q, arguments.k, arguments.v), plan.summed)
