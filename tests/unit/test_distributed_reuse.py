@@ -227,3 +227,11 @@ def test_documents_that_stand_together_are_one_call_for_each_pair_of_ranks():
               plan(alibi_slopes=torch.ones(4)), plan(backend="torch"), plan(dropout_p=0.5, seed=torch.zeros(
                   1, dtype=torch.int64))]
     assert [one.packs_documents for one in others] == [False] * len(others)
+
+
+def test_ranks_compare_what_decides_how_documents_are_sent():
+    mask, layout = CAUSAL & tw.documents(torch.arange(LENGTH) // 13), balanced_over(SCATTERED)
+    texts = [arguments.arguments_of(given_of(layout, mask=mask, backend=name), 1, RANKS).description("ring")
+             for name in ("torch", "reference")]
+    assert "operands documents on cpu for backend 'torch'" in texts[0]
+    assert "operands documents on cpu for backend 'reference'" in texts[1]

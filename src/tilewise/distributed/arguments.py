@@ -143,7 +143,8 @@ class Arguments:
         """Say what has to be alike on all ranks."""
         (b, hq, _, d), dtype = self.q.shape, str(self.q.dtype).removeprefix("torch.")
         given = [name for name in ("bias", "alibi_slopes", "mask", "sinks") if getattr(self.operands, name) is not None]
-        given += [] if self.documents is None else ["documents"]
+        if self.documents is not None:  # where they lie and who computes them decides what is sent
+            given.append(f"documents on {self.documents[0].device.type} for backend {self.options.backend!r}")
         needs = [name for name, tensor in (("k", self.k), ("v", self.v)) if tensor.requires_grad]
         packed = ""
         if self.sequences is not None:
