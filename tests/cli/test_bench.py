@@ -8,8 +8,9 @@ import torch
 
 from tilewise.backends.reference import ReferenceBackend
 from tilewise.bench import cached
-from tilewise.bench.grids import CAUSAL, FULL, GRIDS, packed_case, priced, shape_case
+from tilewise.bench.grids import GRIDS
 from tilewise.bench.rows import read_rows
+from tilewise.bench.shapes import CAUSAL, FULL, packed_case, priced, shape_case
 from tilewise.masks import causal
 
 SHAPE = ("bench", "--sq", 48, "--hq", 2, "--d", 16, "--mask", "causal", "--device", "cpu")

@@ -5,8 +5,9 @@ import torch
 
 from tilewise.bench import accuracy
 from tilewise.bench.accuracy import References, check_plan
-from tilewise.bench.grids import Cell, packed_case, shape_case
+from tilewise.bench.grids import Cell
 from tilewise.bench.options import make_tensors
+from tilewise.bench.shapes import packed_case, shape_case
 from tilewise.masks import causal
 from tilewise.testing import oracle
 from tilewise.testing.cases import case_named

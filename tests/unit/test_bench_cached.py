@@ -10,13 +10,14 @@ from tilewise.bench.cached import copies_of, copy_gb_per_s, draw_caches
 from tilewise.bench.checking import Checker, Prepared
 from tilewise.bench.clocks import ClockSampler
 from tilewise.bench.decode import decode_providers, page_table
-from tilewise.bench.grids import FULL, Cell, filtered, grid_cells, shape_case
+from tilewise.bench.grids import Cell, filtered, grid_cells
 from tilewise.bench.plan import Plan, blank_row
 from tilewise.bench.provenance import provenance
 from tilewise.bench.providers import DenseProvider, own_providers, torch_providers
 from tilewise.bench.report import markdown
 from tilewise.bench.roofline import least_bytes
 from tilewise.bench.runner import run
+from tilewise.bench.shapes import FULL, shape_case
 from tilewise.bench.timing import REGIMES
 from tilewise.problem.decode import DecodeOptions, decode_problem, specs_of_inputs
 

@@ -3,18 +3,8 @@
 import pytest
 import torch
 
-from tilewise.bench.grids import (
-    FULL,
-    GRIDS,
-    Cell,
-    filtered,
-    grid_cells,
-    packed_case,
-    packed_kv_cases,
-    parse_dtype,
-    priced,
-    shape_case,
-)
+from tilewise.bench.grids import GRIDS, Cell, filtered, grid_cells, parse_dtype
+from tilewise.bench.shapes import FULL, packed_case, packed_kv_cases, priced, shape_case
 from tilewise.errors import InvalidInput
 from tilewise.masks import causal, chunk, prefix, sink_tokens, window
 from tilewise.problem import AttentionProblem

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from tilewise.bench.checking import Checker, Prepared
-from tilewise.bench.grids import CAUSAL, FULL, Cell, grid_cells, shape_case
+from tilewise.bench.grids import Cell, grid_cells
 from tilewise.bench.llmc import LlmcProvider, llmc_providers
 from tilewise.bench.options import make_tensors
 from tilewise.bench.plan import available_providers, blank_row
 from tilewise.bench.provenance import provenance
+from tilewise.bench.shapes import CAUSAL, FULL, shape_case
 from tilewise.masks import window
 
 CPU = torch.device("cpu")

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tilewise.bench.grids import CAUSAL, FULL, Cell, packed_case, priced, shape_case
+from tilewise.bench.grids import Cell
 from tilewise.bench.options import OPTIONS, make_tensors, options_of, options_text
+from tilewise.bench.shapes import CAUSAL, FULL, packed_case, priced, shape_case
 from tilewise.testing.cases import CASES, case_named
 from tilewise.testing.inputs import make_operands
 

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from tilewise.bench.checking import Checker, Prepared
-from tilewise.bench.grids import FULL, Cell, packed_case, shape_case
+from tilewise.bench.grids import Cell
 from tilewise.bench.options import make_tensors
 from tilewise.bench.packed import DocumentsProvider, VarlenProvider, are_squares, sequence_numbers
 from tilewise.bench.plan import blank_row
 from tilewise.bench.provenance import provenance
 from tilewise.bench.providers import TilewiseProvider
+from tilewise.bench.shapes import FULL, packed_case, shape_case
 from tilewise.masks import causal, chunk, window
 from tilewise.testing.cases import Case, case_named
 

@@ -9,12 +9,13 @@ import torch
 from tilewise.bench import accuracy
 from tilewise.bench.checking import Checker, Prepared
 from tilewise.bench.flex import FlexProvider
-from tilewise.bench.grids import CAUSAL, FULL, Cell, packed_case, priced, shape_case
+from tilewise.bench.grids import Cell
 from tilewise.bench.options import make_tensors
 from tilewise.bench.peers import FlashAttentionProvider, peer_providers
 from tilewise.bench.plan import blank_row
 from tilewise.bench.provenance import provenance
 from tilewise.bench.providers import DenseProvider, TilewiseProvider, own_providers, torch_providers
+from tilewise.bench.shapes import CAUSAL, FULL, packed_case, priced, shape_case
 from tilewise.dispatch import get_backend
 from tilewise.masks import causal, chunk, prefix, sink_tokens, window
 from tilewise.problem.options import Operands

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tilewise.bench.grids import packed_case, priced, shape_case
 from tilewise.bench.roofline import credited_pairs, flops, least_bytes
+from tilewise.bench.shapes import packed_case, priced, shape_case
 from tilewise.masks import Mask, causal, chunk, prefix, sink_tokens, window
 from tilewise.testing import oracle
 from tilewise.testing.cases import Case

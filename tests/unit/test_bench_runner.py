@@ -5,13 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tilewise.bench.grids import FULL, GRIDS, Cell, grid_cells, packed_case, shape_case
+from tilewise.bench.grids import GRIDS, Cell, grid_cells
 from tilewise.bench.packed import DocumentsProvider
 from tilewise.bench.plan import Plan, available_providers, takers
 from tilewise.bench.provenance import provenance
 from tilewise.bench.providers import DenseProvider, Provider, TilewiseProvider
 from tilewise.bench.roofline import flops
 from tilewise.bench.runner import is_short, run, work
+from tilewise.bench.shapes import FULL, packed_case, shape_case
 from tilewise.bench.timing import Regime
 from tilewise.errors import InvalidInput
 from tilewise.masks import causal

@@ -11,8 +11,9 @@ from tilewise.backends.reference import ReferenceBackend
 from tilewise.backends.triton import backend
 from tilewise.bench import accuracy, tuning_runs
 from tilewise.bench.compile_ahead import Task
-from tilewise.bench.grids import Cell, shape_case
+from tilewise.bench.grids import Cell
 from tilewise.bench.provenance import provenance
+from tilewise.bench.shapes import shape_case
 from tilewise.bench.timing import Regime
 from tilewise.bench.tuning_runs import TuningPlan, Wanted, demand_gpu, rows_of, table_provenance, tasks, tune
 from tilewise.compile_ahead.pool import DIED, AheadCompiler

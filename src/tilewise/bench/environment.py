@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
-from tilewise.bench.grids import FULL, Cell, dtype_name, shape_case
+from tilewise.bench.grids import Cell, dtype_name
 from tilewise.bench.memory import MIB, available_bytes
 from tilewise.bench.plan import available_providers
 from tilewise.bench.provenance import device_name, provenance
+from tilewise.bench.shapes import FULL, shape_case
 from tilewise.dispatch import answer_of
 from tilewise.support.names import BACKENDS
 

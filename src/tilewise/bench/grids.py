@@ -2,12 +2,11 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
-from tilewise.bench.mask_text import format_mask
-from tilewise.masks import Mask, causal, chunk, prefix, sink_tokens, window
+from tilewise.bench.shapes import CAUSAL, FULL, packed_case, packed_kv_cases, priced, shape_case, square_case
+from tilewise.masks import causal, chunk, prefix, sink_tokens, window
 from tilewise.problem import AttentionProblem
 from tilewise.problem.decode import DecodeOptions, DecodeProblem, decode_problem, specs_of_inputs
 from tilewise.support.names import DTYPES
@@ -15,22 +14,8 @@ from tilewise.testing.cases import Case, Layout
 from tilewise.testing.inputs import lay_out, make_operands
 from tilewise.validate.choices import check_choice
 
-FULL = Mask()
-CAUSAL = causal()
 DTYPE_NAMES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
 _PAPER_TOKENS, _PAPER_HIDDEN = 16384, 2048
-# The end of a case's name, what the case has, and which of its operands are learned.
-_PRICED: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
-    ("", {}, ()),
-    ("bias", {"bias": "1hqk"}, ()),
-    ("bias_learned", {"bias": "1hqk"}, ("bias",)),
-    ("alibi", {"alibi": "h"}, ()),
-    ("softcap", {"softcap": 30.0}, ()),
-    ("sinks", {"sinks": True}, ("sinks",)),
-    ("dropout", {"dropout_p": 0.1}, ()),
-    ("mask_tensor", {"mask_tensor": "11qk"}, ()),
-    ("documents", {"documents": "mixed"}, ()),
-)
 # 32768 tokens in 16 documents of mixed lengths; drawn once, log-normally (the logarithm's deviation is 1).
 _PACKED_LENGTHS = (1140, 1415, 2756, 1244, 5632, 295, 1796, 410, 1299, 1025, 1022, 166, 1491, 2565, 7348, 3164)
 
@@ -89,16 +74,6 @@ def parse_dtype(name: str) -> torch.dtype:
     return DTYPE_NAMES[name]
 
 
-def shape_case(b: int, heads: tuple[int, int], lengths: tuple[int, int], dims: tuple[int, int], mask: Mask,
-               layout: Layout = "bhsd", scale: float | None = None) -> Case:
-    """Name a shape: heads (hq, hk), lengths (sq, sk), dims (d, dv)."""
-    texts = [f"{name}{first}" if first == second else f"{name}{first}x{second}"
-             for name, (first, second) in (("h", heads), ("s", lengths), ("d", dims))]
-    name = "_".join([f"b{b}", *texts, format_mask(mask)])
-    return Case(name=name, b=b, hq=heads[0], hk=heads[1], sq=lengths[0], sk=lengths[1], d=dims[0], dv=dims[1],
-                mask=mask, scale=scale, layout=layout)
-
-
 def grid_cells(names: Iterable[str]) -> list[Cell]:
     """Return the cells of the named grids. Raises :class:`InvalidInput` for an unknown grid."""
     cells: list[Cell] = []
@@ -118,62 +93,30 @@ def filtered(cells: Iterable[Cell], lengths: Sequence[int] = (), dims: Sequence[
             and (not dims or cell.case.d in dims)]
 
 
-def priced(case: Case) -> list[tuple[Case, tuple[str, ...]]]:
-    """Return the plain case and, beside it, a case an option, each with the operands that get a gradient."""
-    return [(replace(case, name=f"{case.name}_{name}" if name else case.name, **fields), learned)
-            for name, fields, learned in _PRICED]
-
-
-def packed_case(heads: tuple[int, int], lengths: Sequence[int], d: int, mask: Mask) -> Case:
-    """Name packed sequences, in the layout that packing gives; a bounded mask needs an alignment."""
-    longest = max(lengths)
-    case = shape_case(len(lengths), heads, (longest, longest), (d, d), mask, "bshd")
-    return replace(case, name=f"{case.name}_packed", lengths_q=tuple(lengths), lengths_k=tuple(lengths), packed="tight")
-
-
-def packed_kv_cases(b: int, heads: int, s: int, d: int) -> tuple[Case, Case, Case]:
-    """Name one shape whose k and v are views of one tensor in three forms.
-
-    With all keys; with lengths of the keys, from all down to over half, as padded batch entries; and the same sequences
-    packed, in tensors of their own.
-    """
-    lengths = tuple(s - entry * s // (2 * b) for entry in range(b))
-    plain = shape_case(b, (heads, heads), (s, s), (d, d), FULL, "packed_kv")
-    return (replace(plain, name=f"{plain.name}_kv"),
-            replace(plain, name=f"{plain.name}_kv_padded", lengths_k=lengths),
-            replace(plain, name=f"{plain.name}_packed", lengths_q=(s,) * b, lengths_k=lengths, packed="tight",
-                    layout="bshd"))
-
-
-def _square(b: int, heads: int | tuple[int, int], s: int, d: int, mask: Mask, layout: Layout) -> Case:
-    pair = (heads, heads) if isinstance(heads, int) else heads
-    return shape_case(b, pair, (s, s), (d, d), mask, layout)
-
-
 # The GPU grids store (b, s, h, d): the one layout that every peer reads without a copy.
 def _paper() -> list[tuple[Case, torch.dtype]]:
-    return [(_square(_PAPER_TOKENS // s, _PAPER_HIDDEN // d, s, d, mask, "bshd"), torch.bfloat16)
+    return [(square_case(_PAPER_TOKENS // s, _PAPER_HIDDEN // d, s, d, mask, "bshd"), torch.bfloat16)
             for d in (64, 128, 256) for mask in (FULL, CAUSAL) for s in (512, 1024, 2048, 4096, 8192, 16384)]
 
 
 def _seeds() -> list[tuple[Case, torch.dtype]]:
-    return [(_square(4, 48, s, 64, CAUSAL, "bshd"), torch.float16) for s in (1024, 2048, 4096, 8192, 16384, 32768)]
+    return [(square_case(4, 48, s, 64, CAUSAL, "bshd"), torch.float16) for s in (1024, 2048, 4096, 8192, 16384, 32768)]
 
 
 def _gqa() -> list[tuple[Case, torch.dtype]]:
-    return [(_square(2, (32, 8), s, 128, mask, "bshd"), torch.bfloat16)
+    return [(square_case(2, (32, 8), s, 128, mask, "bshd"), torch.bfloat16)
             for mask in (FULL, CAUSAL) for s in (4096, 8192)]
 
 
 def _fp32() -> list[tuple[Case, torch.dtype]]:
     # Of llm.c's layer, 12 heads of 64 on 768 channels; and heads of 128.
-    return [(_square(b, 12, s, d, CAUSAL, "bshd"), torch.float32)
+    return [(square_case(b, 12, s, d, CAUSAL, "bshd"), torch.float32)
             for d in (64, 128) for b, s in ((8, 1024), (6, 4096), (1, 8192))]
 
 
 def _options() -> list[tuple[Case, torch.dtype, tuple[str, ...]]]:
     return [(case, torch.bfloat16, learned) for b, s in ((4, 4096), (2, 8192))
-            for case, learned in priced(_square(b, 16, s, 128, CAUSAL, "bshd"))]
+            for case, learned in priced(square_case(b, 16, s, 128, CAUSAL, "bshd"))]
 
 
 def _masks() -> list[tuple[Case, torch.dtype]]:
@@ -181,7 +124,7 @@ def _masks() -> list[tuple[Case, torch.dtype]]:
     cells = []
     for b, s in ((4, 4096), (2, 8192)):
         kinds = (CAUSAL, prefix(s // 4), CAUSAL & chunk(s // 4), CAUSAL & window(s // 4 - 1, 0) & sink_tokens(4))
-        cells += [_square(b, 16, s, 128, mask, "bshd") for mask in kinds]
+        cells += [square_case(b, 16, s, 128, mask, "bshd") for mask in kinds]
         cells.append(replace(cells[-4], name=f"{cells[-4].name}_mask_tensor", mask_tensor="11qk"))
     return [(case, torch.bfloat16) for case in cells]
 
@@ -210,7 +153,7 @@ def _cpu() -> list[tuple[Case, torch.dtype]]:
               (1024, CAUSAL, torch.float32), (1024, FULL, torch.float32),
               (2048, CAUSAL, torch.float32), (2048, FULL, torch.float32), (2048, CAUSAL, torch.bfloat16),
               (4096, CAUSAL, torch.float32), (4096, FULL, torch.float32))
-    return [(_square(1, 8, s, 64, mask, "bhsd"), dtype) for s, mask, dtype in series]
+    return [(square_case(1, 8, s, 64, mask, "bhsd"), dtype) for s, mask, dtype in series]
 
 
 _Entry = (tuple[Case, torch.dtype] | tuple[Case, torch.dtype, tuple[str, ...]]

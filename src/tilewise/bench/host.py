@@ -8,10 +8,11 @@ from dataclasses import replace
 import torch
 
 from tilewise.bench.checking import Checker, Prepared
-from tilewise.bench.grids import FULL, Cell, shape_case
+from tilewise.bench.grids import Cell
 from tilewise.bench.options import make_tensors
 from tilewise.bench.plan import Plan, blank_row
 from tilewise.bench.rows import Row
+from tilewise.bench.shapes import FULL, shape_case
 from tilewise.bench.timing import Timing, host_samples
 
 _TURNS = 9

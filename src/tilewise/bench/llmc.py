@@ -4,9 +4,10 @@ from typing import cast
 
 import torch
 
-from tilewise.bench.grids import CAUSAL, FULL, Cell
+from tilewise.bench.grids import Cell
 from tilewise.bench.providers import Attend, Dims, Provider, TilewiseProvider
 from tilewise.bench.roofline import Direction
+from tilewise.bench.shapes import CAUSAL, FULL
 from tilewise.integrations.llmc import packed_attention
 from tilewise.problem.options import Operands
 from tilewise.testing.cases import Case

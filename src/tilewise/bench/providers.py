@@ -14,10 +14,11 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tilewise.api import attention, attention_varlen
-from tilewise.bench.grids import FULL, Cell
+from tilewise.bench.grids import Cell
 from tilewise.bench.memory import MIB, available_bytes
 from tilewise.bench.options import LEARNABLE, OPTIONS, options_of
 from tilewise.bench.roofline import Direction
+from tilewise.bench.shapes import FULL
 from tilewise.decode import attention_decode
 from tilewise.dispatch import choose, choose_decoder
 from tilewise.errors import UnsupportedProblem

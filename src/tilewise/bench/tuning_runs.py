@@ -18,8 +18,9 @@ from tilewise.bench.accuracy import References, check_plan
 from tilewise.bench.checking import one_line
 from tilewise.bench.clocks import ClockSampler
 from tilewise.bench.compile_ahead import Task, Tile, tile_compiler
-from tilewise.bench.grids import CAUSAL, FULL, Cell, dtype_name, shape_case
+from tilewise.bench.grids import Cell, dtype_name
 from tilewise.bench.provenance import Provenance
+from tilewise.bench.shapes import CAUSAL, FULL, shape_case
 from tilewise.bench.tile_launches import PER_ROW, RESULTS, TENSORS, tile_launch
 from tilewise.bench.timing import Call, Regime, measure
 from tilewise.compile_ahead.pool import AheadCompiler

@@ -5,9 +5,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilewise.bench.grids import Cell, parse_dtype, shape_case
+from tilewise.bench.grids import Cell, parse_dtype
 from tilewise.bench.mask_text import parse_mask
 from tilewise.bench.providers import AUTOMATIC
+from tilewise.bench.shapes import shape_case
 from tilewise.bench.support import as_if_on
 from tilewise.bench.torture_peers import implementation_named, missing, peer_names
 from tilewise.cli.options import comma_list
