@@ -2,6 +2,7 @@
 
 import re
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -119,6 +120,59 @@ def test_the_packed_grid_gives_rows_of_packed_sequences_and_no_prices(run, tmp_p
     assert "price" not in (tmp_path / "packed.md").read_text("utf-8")
     assert "not timed here: naive: takes no packed sequences" in finished.output
     assert (tmp_path / "packed-speed.svg").stat().st_size > 0
+
+
+def small_families():
+    """A family of a forward pass with an option, one of backward passes, and one of the host."""
+    small = shape_case(1, (2, 1), (24, 24), (8, 8), CAUSAL)
+    named = [replace(small, name=f"{family}/{small.name}", **options)
+             for family, options in (("softcap-d128", {"softcap": 50.0}), ("grouped-heads", {}), ("tiny", {}))]
+    return [(named[0], torch.float32, (), False, ("forward",), False),
+            (named[1], torch.float32, (), False, ("backward",), False),
+            (named[2], torch.float32, (), False, ("backward",), True)]
+
+
+FAMILIES_RUN = ("bench", "--grid", "families", "--providers", "tilewise:reference,sdpa_math", "--device", "cpu")
+
+
+def test_the_families_grid_gives_each_family_rows_of_its_own_passes(run, tmp_path, monkeypatch):
+    monkeypatch.setitem(GRIDS, "families", small_families)
+    monkeypatch.setattr("tilewise.bench.host._CALLS", 2)
+    finished = run(*FAMILIES_RUN, "--out", tmp_path)
+    assert finished.status == 0
+    rows = [row for row in read_rows(tmp_path / "families.csv") if row.provider == "tilewise:reference"]
+    assert [(row.case.partition("/")[0], row.direction, row.regime, row.options, row.status) for row in rows] == [
+        ("softcap-d128", "forward", "turns", "softcap 50", "ok"), ("grouped-heads", "backward", "turns", "", "ok"),
+        *(("tiny", direction, "host", "", "ok") for direction in ("forward_no_grad", "forward", "forward_backward"))]
+    text = (tmp_path / "families.md").read_text("utf-8")
+    assert "Milliseconds a call" in text
+    assert "Microseconds of the host" in text
+    assert "price" not in text
+    assert (tmp_path / "families-speed.svg").stat().st_size > 0
+
+
+@pytest.mark.parametrize(("arguments", "families"), [
+    (("--family", "tiny,softcap-d128"), {"softcap-d128", "tiny"}), (("--direction", "forward"), {"softcap-d128"}),
+    (("--family", "grouped-heads", "--direction", "backward"), {"grouped-heads"})])
+def test_a_run_of_families_can_be_split(run, tmp_path, monkeypatch, arguments, families):
+    monkeypatch.setitem(GRIDS, "families", small_families)
+    monkeypatch.setattr("tilewise.bench.host._CALLS", 2)
+    finished = run(*FAMILIES_RUN, *arguments, "--no-plots", "--out", tmp_path, "--json")
+    assert {row["case"].partition("/")[0] for row in finished.json["rows"]} == families
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (("--family", "softcap"), "family is 'softcap'; allowed are softcap-d128, softcap-d256, short-window"),
+    (("--grid", "gqa", "--family", "bias"),
+     "--family is 'bias' without --grid families, which has them; allowed are both, or neither."),
+    (("--grid", "families", "--family", "bias", "--direction", "forward"),
+     "no case of the grid is left by --seqs, --dims, --family and --direction"),
+    (("--sq", 64, "--family", "bias"), "--family is given beside --sq, which is one shape"),
+    (("--host", "--family", "bias"), "--family is given beside --host")])
+def test_families_that_cannot_be_had_exit_with_2(run, tmp_path, arguments, message):
+    finished = run("bench", *arguments, "--device", "cpu", "--out", tmp_path)
+    assert finished.status == 2
+    assert message in " ".join(finished.errors.split())
 
 
 def test_the_decode_grid_gives_rows_beside_a_copys_and_no_figures(run, tmp_path, monkeypatch):

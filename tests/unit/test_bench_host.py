@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from tilewise.bench.host import run_host
+from tilewise.bench.host import host_cell, run_host
 from tilewise.bench.plan import Plan
 from tilewise.bench.provenance import provenance
 from tilewise.bench.providers import DenseProvider
@@ -43,7 +43,7 @@ def test_a_context_is_entered_once_for_all_timed_calls_of_a_turn(monkeypatch, ca
     monkeypatch.setattr("tilewise.bench.host._CALLS", calls)
     monkeypatch.setattr("tilewise.bench.host._TURNS", 2)
     provider = InContext()
-    rows = list(run_host(Plan(CPU, [provider], Regime("host", 1, 1.0), provenance(CPU, ""))))
+    rows = list(run_host(host_cell(CPU), Plan(CPU, [provider], Regime("host", 1, 1.0), provenance(CPU, ""))))
     assert [(row.direction, row.samples) for row in rows] == [
         (direction, 2 * calls) for direction in ("forward_no_grad", "forward", "forward_backward")]
     assert provider.outside == 0
@@ -59,6 +59,6 @@ def test_providers_take_turns(monkeypatch):
                         lambda call, *_: order.append(call.__self__.provider.name) or [1.0])
     first, second = InContext(), InContext()
     first.name, second.name = "first", "second"
-    rows = list(run_host(Plan(CPU, [first, second], Regime("host", 1, 1.0), provenance(CPU, ""))))
+    rows = list(run_host(host_cell(CPU), Plan(CPU, [first, second], Regime("host", 1, 1.0), provenance(CPU, ""))))
     assert order == 2 * (3 * ["first"] + 3 * ["second"])
     assert {(row.provider, row.samples) for row in rows} == {("first", 2), ("second", 2)}

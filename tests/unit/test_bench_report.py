@@ -2,7 +2,7 @@
 
 import pytest
 
-from tilewise.bench.report import comparisons, markdown
+from tilewise.bench.report import comparisons, has_prices, markdown
 from tilewise.errors import InvalidInput
 from unit.bench_rows import grid_rows, option_rows, row
 
@@ -68,6 +68,19 @@ def test_an_option_has_a_price_in_plain_calls_and_peers_are_held_against_ours():
     shape = "b1 h8 s512 d64 float32 causal"
     assert lines[4:] == [f"| {shape} | none | forward | **2** | 1.00× | 2.00× | 0.50× |",
                          f"| {shape} | softcap 30 | forward | **3** | 1.50× | 2.10× | refused |"]
+
+
+def test_prices_are_there_where_a_shape_has_a_plain_call_and_one_with_an_option():
+    assert has_prices(option_rows())
+    assert not has_prices(grid_rows())
+    assert not has_prices([row("tilewise", s=512), row("tilewise", s=1024, options="softcap 30")])
+
+
+def test_the_hosts_times_beside_those_of_the_device_are_a_table_of_their_own():
+    rows = [row("tilewise"), row("tilewise", s=64, regime="host", host_us=7.0, tflops=None)]
+    device, host = markdown(rows).split("\n\nMicroseconds of the host")
+    assert device.splitlines()[-1] == "| b1 h8 s512 d64 float32 causal | forward | **2** |"
+    assert host.splitlines()[-1] == "| b1 h8 s64 d64 float32 causal | forward | **7** |"
 
 
 def test_a_price_needs_the_plain_call_of_the_same_backend_shape_and_pass():

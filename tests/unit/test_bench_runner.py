@@ -101,6 +101,23 @@ def test_only_the_directions_asked_for_are_run():
     assert set(rows_of(Scaled("right", 1.0), directions=("backward",))) == {("right", "backward")}
 
 
+def test_a_cell_is_timed_in_its_own_directions_alone():
+    provider = Scaled("half", 1.0, refusal="has no backward")
+    cell = replace(CELL, directions=("backward",))
+    ((_, rows),) = run([cell], plan(provider))
+    assert [(row.direction, row.status) for row in rows] == [("backward", "refused")]
+    assert takers([provider], [cell], CPU) == ([], {"half": "has no backward"})
+
+
+def test_a_cell_of_the_hosts_time_has_the_rows_of_the_host_mode(monkeypatch):
+    monkeypatch.setattr("tilewise.bench.host._CALLS", 2)
+    monkeypatch.setattr("tilewise.bench.host._TURNS", 1)
+    ((_, rows),) = run([replace(CELL, directions=("backward",), on_host=True)], plan(Scaled("right", 1.0)))
+    assert [(row.direction, row.regime, row.grid) for row in rows] == [
+        (direction, "host", "flags") for direction in ("forward_no_grad", "forward", "forward_backward")]
+    assert all(row.host_us > 0 for row in rows)
+
+
 def test_a_spent_budget_stops_before_the_next_cell():
     cells = [CELL, replace(CELL, grid="second")]
     assert [cell.grid for cell, _ in run(cells, plan(Scaled("right", 1.0), budget=1e-6))] == ["flags"]

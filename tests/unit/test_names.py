@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tilewise import compile_ahead
-from tilewise.bench import grids, plan, timing, torture_peers
+from tilewise.bench import families, grids, plan, timing, torture_peers
 from tilewise.errors import InvalidInput
 from tilewise.support import names
 
@@ -13,6 +13,7 @@ CPU = torch.device("cpu")
 
 def test_each_list_is_what_is_there():
     assert list(names.GRIDS) == list(grids.GRIDS)
+    assert list(names.FAMILIES) == list(families.FAMILIES)
     assert list(names.REGIMES) == list(timing.REGIMES)
     assert list(names.IMPLEMENTATIONS) == torture_peers.implementation_names()
     assert list(names.GPUS) == list(compile_ahead.GPUS)

@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from tilewise.bench.families import FAMILIES, family_of
+from tilewise.bench.roofline import DIRECTIONS, Direction
 from tilewise.bench.shapes import CAUSAL, FULL, packed_case, packed_kv_cases, priced, shape_case, square_case
 from tilewise.masks import causal, chunk, prefix, sink_tokens, window
 from tilewise.problem import AttentionProblem
@@ -27,6 +29,8 @@ class Cell:
     Attributes:
         learned: the operands, by their names in problem/options.py, that get a gradient; q, k and v always do.
         cached: whether keys and values are a full cache, as decoding reads it: a forward pass alone, without gradients.
+        directions: the passes that are timed of it, of those that a run times.
+        on_host: whether it is the host's time that is measured, as host.py does.
     """
 
     grid: str
@@ -34,6 +38,13 @@ class Cell:
     dtype: torch.dtype
     learned: tuple[str, ...] = ()
     cached: bool = False
+    directions: tuple[Direction, ...] = DIRECTIONS
+    on_host: bool = False
+
+    @property
+    def family(self) -> str:
+        """That of the grid families which the cell is of; "" in another grid."""
+        return family_of(self.case.name)
 
     def problem(self, device: torch.device) -> AttentionProblem:
         """Describe the call without allocating its tensors."""
@@ -83,14 +94,17 @@ def grid_cells(names: Iterable[str]) -> list[Cell]:
     return cells
 
 
-def filtered(cells: Iterable[Cell], lengths: Sequence[int] = (), dims: Sequence[int] = ()) -> list[Cell]:
+def filtered(cells: Iterable[Cell], lengths: Sequence[int] = (), dims: Sequence[int] = (),
+             families: Sequence[str] = (), directions: Sequence[Direction] = DIRECTIONS) -> list[Cell]:
     """Keep the cells whose query length (of packed sequences, together) and head dim are listed; [] keeps all.
 
-    Of cached cells the length of the cache counts.
+    Of cached cells the length of the cache counts. Cells of families are kept if theirs is listed, and cells of any
+    grid if one of the directions is timed of them.
     """
     return [cell for cell in cells
             if (not lengths or cell.case.stored("k" if cell.cached else "q")[1] in lengths)
-            and (not dims or cell.case.d in dims)]
+            and (not dims or cell.case.d in dims) and (not families or cell.family in ("", *families))
+            and any(direction in directions for direction in cell.directions)]
 
 
 # The GPU grids store (b, s, h, d): the one layout that every peer reads without a copy.
@@ -156,9 +170,15 @@ def _cpu() -> list[tuple[Case, torch.dtype]]:
     return [(square_case(1, 8, s, 64, mask, "bhsd"), dtype) for s, mask, dtype in series]
 
 
+def _families() -> list[tuple[Case, torch.dtype, tuple[str, ...], bool, tuple[Direction, ...], bool]]:
+    return [(case, dtype, (), False, family.directions, family.on_host) for family in FAMILIES.values()
+            for dtype in (torch.bfloat16, torch.float16) for case in family.cases]
+
+
 _Entry = (tuple[Case, torch.dtype] | tuple[Case, torch.dtype, tuple[str, ...]]
-          | tuple[Case, torch.dtype, tuple[str, ...], bool])
+          | tuple[Case, torch.dtype, tuple[str, ...], bool]
+          | tuple[Case, torch.dtype, tuple[str, ...], bool, tuple[Direction, ...], bool])
 GRIDS: dict[str, Callable[[], Sequence[_Entry]]] = {
     "cpu": _cpu, "paper": _paper, "seeds": _seeds, "gqa": _gqa, "fp32": _fp32, "options": _options, "packed": _packed,
-    "packed-kv": _packed_kv, "masks": _masks, "decode": _decode,
+    "packed-kv": _packed_kv, "masks": _masks, "decode": _decode, "families": _families,
 }

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import product
 
 import torch
 
@@ -68,8 +67,9 @@ def takers(providers: Sequence[Provider], cells: Sequence[Cell],
     """Return the providers that take some cell in some direction, and why each other one does not take the last."""
     taking: list[Provider] = []
     absent: dict[str, str] = {}
+    asked = [(cell, direction) for cell in cells for direction in cell.directions]
     for provider in providers:
-        for cell, direction in product(cells, DIRECTIONS):
+        for cell, direction in asked:
             reason = provider.reason_against(cell, direction, device)
             if reason is None:
                 taking.append(provider)

@@ -6,7 +6,7 @@ from types import MappingProxyType
 
 from tilewise.bench.providers import AUTOMATIC, DETERMINISTIC, is_ours
 from tilewise.bench.rows import COPY, Row, latest
-from tilewise.bench.timing import COLD
+from tilewise.bench.timing import COLD, HOST
 from tilewise.errors import InvalidInput
 
 NOT_MEASURED = "–"
@@ -125,6 +125,12 @@ def _prices(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+def has_prices(rows: Iterable[Row]) -> bool:
+    """Whether some row with an option has the plain call beside it that its price is over."""
+    calls = {(_shape_and_pass(row), bool(row.options)) for row in rows}
+    return any((shape, False) in calls for shape, has_options in calls if has_options)
+
+
 def _own_cells(side: Comparison, plain: Mapping[tuple[str, ...], float | None]) -> tuple[str, str]:
     ours = side.ours
     if ours is None or ours.ms_p50 is None:
@@ -141,7 +147,10 @@ def _shape_and_pass(row: Row) -> tuple[str, ...]:
 
 def _speeds(rows: Sequence[Row]) -> str:
     ratio = "how many times tilewise is as fast"
-    if all(row.regime == "host" for row in rows):
+    on_host = [row for row in rows if row.regime == HOST]
+    if 0 < len(on_host) < len(rows):
+        return f"{_speeds([row for row in rows if row.regime != HOST])}\n\n{_speeds(on_host)}"
+    if on_host:
         return side_by_side(rows, f"Microseconds of the host for one call, and {ratio}",
                             lambda side, row: _speed_cell(side, row, row.host_us))
     if all(row.regime == COLD.name for row in rows):

@@ -9,6 +9,7 @@ from tilewise.bench.cached import CachedRun
 from tilewise.bench.checking import Checker, Prepared, one_line
 from tilewise.bench.clocks import ClockSampler
 from tilewise.bench.grids import Cell
+from tilewise.bench.host import run_host
 from tilewise.bench.memory import peak_mib
 from tilewise.bench.options import make_tensors
 from tilewise.bench.plan import Plan, blank_row, timed_row
@@ -32,10 +33,16 @@ def run(cells: Iterable[Cell], plan: Plan) -> Iterator[tuple[Cell, list[Row]]]:
         for cell in cells:
             if plan.budget is not None and end - start + pace * work(cell) > plan.budget:
                 return
-            rows = (CachedRun if cell.cached else _CellRun)(cell, plan, clocks).rows()
+            rows = _rows_of(cell, plan, clocks)
             begin, end = end, time.monotonic()
             pace = (end - begin) / work(cell)
             yield cell, rows
+
+
+def _rows_of(cell: Cell, plan: Plan, clocks: ClockSampler) -> list[Row]:
+    if cell.on_host:
+        return list(run_host(cell, plan))
+    return (CachedRun if cell.cached else _CellRun)(cell, plan, clocks).rows()
 
 
 def work(cell: Cell) -> float:
@@ -54,6 +61,7 @@ class _CellRun:
 
     def __init__(self, cell: Cell, plan: Plan, clocks: ClockSampler) -> None:
         self._cell, self._plan, self._clocks = cell, plan, clocks
+        self._directions = [direction for direction in plan.directions if direction in cell.directions]
         self._on_graph = plan.graph and plan.device.type == "cuda" and is_short(cell)
         self._regime = plan.regime.name + ("+graph" if self._on_graph else "")
 
@@ -66,14 +74,14 @@ class _CellRun:
         rows: list[Row] = []
         for provider in plan.providers:
             self._step(f"checking {provider.name}")
-            for direction in plan.directions:
+            for direction in self._directions:
                 row = blank_row(cell, provider.name, direction, self._regime, plan.origin)
                 rows.append(checker.checked(row, provider, direction))
         del checker
         right = {row.provider for row in rows if row.status == "ok"}
         prepared = {provider.name: Prepared(provider, cell, tensors, plan.device)
                     for provider in plan.providers if provider.name in right}
-        return [done for direction in plan.directions
+        return [done for direction in self._directions
                 for done in self._timed([row for row in rows if row.direction == direction], direction, prepared)]
 
     def _timed(self, rows: list[Row], direction: Direction, prepared: Mapping[str, Prepared]) -> list[Row]:

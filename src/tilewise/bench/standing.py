@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from tilewise.bench.providers import AUTOMATIC, is_ours
 from tilewise.bench.report import Comparison, comparisons, describe
 from tilewise.bench.rows import COPY, Row
+from tilewise.bench.timing import HOST
 
 CUDNN = f"{AUTOMATIC}:cudnn"  # NVIDIA's engines behind our call: a peer of our kernels
-_HOST = "host"  # times no work
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def closing_sentence(rows: Sequence[Row]) -> str:
 
 
 def _sides(rows: Iterable[Row]) -> list[Comparison]:
-    return comparisons(row for row in rows if row.regime != _HOST)
+    return comparisons(row for row in rows if row.regime != HOST)  # it times no work
 
 
 def fastest_peer(side: Comparison) -> Row | None:

@@ -62,6 +62,7 @@ class Regime:
     clears: bool = True
 
 
+HOST = "host"  # the regime of the rows that tell the host's time (host.py)
 COLD = Regime("cold", turns=7, least_warmups=0, least_calls=1, clears=False)
 REGIMES = {regime.name: regime for regime in (
     Regime("duty", turns=5, warmup=3.0, burst=12.0, idle_factor=4.0),

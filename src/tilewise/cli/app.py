@@ -25,7 +25,7 @@ app = typer.Typer(name="tilewise", no_args_is_help=True, add_completion=False, p
                   help="Exact fused attention: what is here, what serves a call, how right, how fast.")
 _CHECKED_DTYPES = "float32,bfloat16,float16"
 _WRONG = 1
-_OF_GRIDS = ("grid", "seqs", "dims")
+_OF_GRIDS = ("grid", "seqs", "dims", "family")
 _CPU_GRID_BUDGET = 240.0  # seconds: the first command a newcomer runs must end
 Folder = Annotated[Path, typer.Option("--out", help="Folder for what is written.")]
 
@@ -209,6 +209,7 @@ def bench(  # noqa: PLR0913 - one parameter a flag
     seqs: Annotated[str | None, typer.Option(help="Keep these query lengths of the grid; of decode, these "
                                                       "lengths of the cache.")] = None,
     dims: Annotated[str | None, typer.Option(help="Keep these head dims of the grid.")] = None,
+    family: flags.FamilyNames = None,
     direction: Annotated[Literal["both", "forward", "backward"], typer.Option(help="Passes to time.")] = "both",
     regime: flags.RegimeName = None,
     graph: Annotated[bool, typer.Option("--graph", help="Time CUDA-graph replays of short calls: s <= 1024, or forward "
@@ -225,7 +226,7 @@ def bench(  # noqa: PLR0913 - one parameter a flag
     Writes CSV rows, a Markdown table and figures. A wrong result is not timed. Exit status 1 when one of tilewise's
     own results is wrong or broke.
     """
-    from tilewise.bench.grids import filtered, grid_cells, parse_dtype
+    from tilewise.bench.grids import parse_dtype
     from tilewise.bench.host import host_cell
     from tilewise.bench.plan import Plan, available_providers, takers
     from tilewise.bench.provenance import provenance
@@ -235,6 +236,7 @@ def bench(  # noqa: PLR0913 - one parameter a flag
     from tilewise.cli import inputs, render, session
 
     where, shape_dtype = inputs.usable_device(device), parse_dtype(dtype)
+    directions = DIRECTIONS if direction == "both" else (direction,)
     if host:
         flags.forbid(context, ("sq", *flags.SHAPE_FLAGS, "dtype", *_OF_GRIDS, "direction", "regime", "graph", "budget"),
                      "--host", "which times every call of one tiny shape")
@@ -249,16 +251,13 @@ def bench(  # noqa: PLR0913 - one parameter a flag
         flags.demand(context, (*flags.SHAPE_FLAGS, "dtype"), "--sq, which makes a shape of its own in place of a grid")
         names = flags.comma_list(grid) or ["paper" if where.type == "cuda" else "cpu"]
         budget = _CPU_GRID_BUDGET if budget is None and names == ["cpu"] else budget
-        cells = filtered(grid_cells(names), flags.comma_integers("seqs", seqs),
-                         flags.comma_integers("dims", dims))
-    if not cells:
-        raise InvalidInput("no case of the grid is left by --seqs and --dims.")
+        cells = inputs.grid_choice(names, seqs, dims, family, directions)
     present, absent = available_providers(flags.comma_list(providers), where)
     if not providers:
         present, idle = takers(present, [host_cell(where)] if host else cells, where)
         absent |= idle
     plan = Plan(where, present, regime_named(regime, where), provenance(where, session.command_line(), commit),
-                DIRECTIONS if direction == "both" else (direction,), budget, graph)
+                directions, budget, graph)
     outcome = session.host_session(plan, out) if host else session.bench_session(cells, plan, out)
     if plots and not host:
         session.draw(outcome, out)

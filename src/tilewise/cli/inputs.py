@@ -5,13 +5,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilewise.bench.grids import Cell, parse_dtype
+from tilewise.bench.grids import Cell, filtered, grid_cells, parse_dtype
 from tilewise.bench.mask_text import parse_mask
 from tilewise.bench.providers import AUTOMATIC
+from tilewise.bench.roofline import Direction
 from tilewise.bench.shapes import shape_case
 from tilewise.bench.support import as_if_on
 from tilewise.bench.torture_peers import implementation_named, missing, peer_names
-from tilewise.cli.options import comma_list
+from tilewise.cli.options import comma_integers, comma_list
 from tilewise.compile_ahead import CallShape, calls_of_model
 from tilewise.dispatch import Explanation, explain_problem
 from tilewise.errors import InvalidInput
@@ -87,6 +88,23 @@ def flags_cell(heads: tuple[int, int | None], lengths: tuple[int, int | None], d
     """Return the problem that flags describe; the second of each pair defaults to the first."""
     first = [(given, given if other is None else other) for given, other in (heads, lengths, dims)]
     return Cell("flags", shape_case(b, first[0], first[1], first[2], parse_mask(mask)), dtype)
+
+
+def grid_choice(names: Sequence[str], seqs: str | None, dims: str | None, family: str | None,
+                directions: Sequence[Direction]) -> list[Cell]:
+    """Return the cells of grids that flags keep.
+
+    Raises:
+        InvalidInput: a flag is no list of integers, families are named and not their grid, or no cell is left.
+    """
+    if family is not None and "families" not in names:
+        raise InvalidInput(f"--family is {family!r} without --grid families, which has them; allowed are both, or "
+                           "neither.")
+    cells = filtered(grid_cells(names), comma_integers("seqs", seqs), comma_integers("dims", dims), comma_list(family),
+                     directions)
+    if not cells:
+        raise InvalidInput("no case of the grid is left by --seqs, --dims, --family and --direction.")
+    return cells
 
 
 def shape_calls(lengths: list[int], shape: dict[str, Any], mask: str | None) -> list[CallShape]:

@@ -10,6 +10,7 @@ from tilewise.errors import InvalidInput
 from tilewise.support.names import (
     BACKENDS,
     DTYPES,
+    FAMILIES,
     GPUS,
     GRIDS,
     IMPLEMENTATIONS,
@@ -87,6 +88,9 @@ ImplementationNames = Annotated[list[str] | None, typer.Option(
 GridNames = Annotated[str | None, typer.Option(
     "--grid", callback=_each(_one_of("grid", GRIDS), commas=True),
     help=f"Grids, with commas: {', '.join(GRIDS)}. Default: paper on a GPU, else cpu.")]
+FamilyNames = Annotated[str | None, typer.Option(
+    "--family", callback=_each(_one_of("family", FAMILIES), commas=True),
+    help=f"Keep these families of the grid families, with commas: {', '.join(FAMILIES)}.")]
 ProviderNames = Annotated[str | None, typer.Option(
     "--providers", callback=_each(_one_of("provider", PROVIDERS), commas=True),
     help="Providers, with commas. Default: all that are here and take a case.")]

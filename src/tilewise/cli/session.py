@@ -18,15 +18,15 @@ from rich.console import Console
 from tilewise.bench.backend_checks import BackendCheck, check_backends, check_configuration
 from tilewise.bench.compile_ahead import Task
 from tilewise.bench.grids import Cell, dtype_name
-from tilewise.bench.host import run_host
+from tilewise.bench.host import host_cell, run_host
 from tilewise.bench.plan import Plan
 from tilewise.bench.plots import draw_figures, draw_standing
 from tilewise.bench.provenance import Provenance
-from tilewise.bench.report import markdown
+from tilewise.bench.report import has_prices, markdown
 from tilewise.bench.rows import Row, write_rows
 from tilewise.bench.runner import run, work
 from tilewise.bench.support import Support, supported
-from tilewise.bench.timing import COLD
+from tilewise.bench.timing import COLD, HOST
 from tilewise.bench.torture_rows import TortureRow, row_of, write_torture_rows
 from tilewise.bench.torture_runs import torture_apart
 from tilewise.bench.tuning_runs import TuningPlan, rows_of, table_provenance, tune
@@ -243,8 +243,7 @@ def bench_session(cells: Sequence[Cell], plan: Plan, folder: Path) -> Outcome:
     outcome.left = list(cells[done:])
     for grid, rows in by_grid.items():
         table = folder / f"{grid}.md"
-        has_prices = len({bool(row.options) for row in rows}) == 2  # a price is over a plain call's
-        views = ("speed", "memory", "price") if has_prices else ("speed", "memory")
+        views = ("speed", "memory", "price") if has_prices(rows) else ("speed", "memory")
         table.write_text("\n\n".join(markdown(rows, view) for view in views) + "\n", encoding="utf-8")
         outcome.files += [folder / f"{grid}.csv", table]
     return outcome
@@ -254,7 +253,7 @@ def host_session(plan: Plan, folder: Path) -> Outcome:
     """Measure the host's cost of a call, and write its rows."""
     outcome = Outcome()
     with progress(len(plan.providers)) as bar:
-        for row in run_host(replace(plan, on_step=bar.describe)):
+        for row in run_host(host_cell(plan.device), replace(plan, on_step=bar.describe)):
             outcome.rows.append(row)
             if row.direction == "forward_backward":  # a provider's last row
                 bar.advance()
@@ -301,7 +300,7 @@ def draw(outcome: Outcome, folder: Path) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         outcome.notes.append("no figures: matplotlib is not installed; pip install 'tilewise[bench]' brings it")
         return
-    drawn = [row for row in outcome.rows if row.regime != COLD.name]  # one query has no length to draw along
+    drawn = [row for row in outcome.rows if row.regime not in (COLD.name, HOST)]  # no length to draw along
     for grid in dict.fromkeys(row.grid for row in drawn if row.ms_p50 is not None):
         outcome.files += draw_figures([row for row in drawn if row.grid == grid], folder, grid)
     path = folder / "standing.svg"

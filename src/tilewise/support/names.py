@@ -6,8 +6,10 @@ MASK_FORMS = ("none, causal[:ALIGNMENT], window:LEFT,RIGHT[:ALIGNMENT], prefix:K
               "chunk:LENGTH[:ALIGNMENT], sink_tokens:KEYS, or some of them joined by '&'")
 # GPUs that kernels are compiled for where they are not: what compile_ahead/gpu.py describes.
 GPUS = ("a100-40gb", "a100-80gb", "h100", "h100-pcie", "h200", "gh200", "b200")
-# Of the benchmarks: what bench/grids.py, bench/timing.py, bench/plan.py and bench/torture_peers.py have.
-GRIDS = ("cpu", "paper", "seeds", "gqa", "fp32", "options", "packed", "packed-kv", "masks", "decode")
+# Of the benchmarks: what grids.py, families.py, timing.py, plan.py and torture_peers.py of bench/ have.
+GRIDS = ("cpu", "paper", "seeds", "gqa", "fp32", "options", "packed", "packed-kv", "masks", "decode", "families")
+FAMILIES = ("softcap-d128", "softcap-d256", "short-window", "grouped-heads", "odd-lengths", "head-dims", "d192-dv128",
+            "short-packed", "few-keys", "bias", "tiny", "small-batch")  # of the grid families
 REGIMES = ("duty", "dense", "sustained", "turns")
 _OURS = ("tilewise", *(f"tilewise:{name}" for name in BACKENDS))
 _OF_TORCH = ("naive", "sdpa_math", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn")
