@@ -22,7 +22,13 @@ def pages() -> list[Path]:
 
 def rendered(text: str) -> str:
     """Return a page's text with its tables made anew."""
-    return BLOCK.sub(lambda found: f"{found[1]}\n{table(found[2], found[3])}\n\n{found[5]}", text)
+    return BLOCK.sub(made_anew, text)
+
+
+def made_anew(found: re.Match[str]) -> str:
+    """Return a marked table made anew; of rows that are not there yet a script may make nothing."""
+    made = table(found[2], found[3])
+    return f"{found[1]}\n{made}\n\n{found[5]}" if made else f"{found[1]}{found[5]}"
 
 
 def table(script: str, rows: str) -> str:
