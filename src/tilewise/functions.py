@@ -59,6 +59,7 @@ class FunctionCode:
         reads_batch, reads_head: whether the Triton function does anything with that argument.
         kind: of a mask function of the library's own, else None: its first tensor is (b|1, h|1, …), and its
             tensors are never written.
+        owns_tensors: whether the library alone writes its tensors, and never does while they are read.
         joined: of mask functions joined by ``&``: the codes of these, whose tensors follow one another; else none.
     """
 
@@ -70,6 +71,7 @@ class FunctionCode:
     reads_batch: bool = True
     reads_head: bool = True
     kind: MaskKind | None = None
+    owns_tensors: bool = False
     joined: tuple["FunctionCode", ...] = ()
 
     @property
@@ -312,18 +314,19 @@ def pair_indices(sizes: tuple[int, int, int, int], device: _torch.device | None,
 
 
 def complete(function: ScoreFunction | MaskFunction, said: str, derivative: Callable[..., Any] | None,
-             arguments: tuple[str, ...], kind: MaskKind | None = None) -> None:
+             arguments: tuple[str, ...], kind: MaskKind | None = None, *, owns_tensors: bool = False) -> None:
     """Check a new function's parts, and give it its code: one for the same parts."""
     tensors = tuple(function.tensors)
     check_parts(said, function, derivative, arguments, tensors)
     parts = (function.triton, function.torch, derivative)
-    key = (*map(id, parts), len(tensors), kind)  # of living objects: the code, as long as it is here, keeps them
+    # By the ids of living objects: the code, as long as it is here, keeps them.
+    key = (*map(id, parts), len(tensors), kind, owns_tensors)
     code = _BY_FUNCTIONS.get(key)
     if code is None:
         named: Any = function.torch if function.triton is None else function.triton
         reads_batch, reads_head = (_reads(function.triton, arguments.index(own)) for own in ("batch", "head"))
         code = FunctionCode(f"{getattr(named, '__name__', said)}#{next(_numbers)}", *parts, len(tensors),
-                            reads_batch, reads_head, kind)
+                            reads_batch, reads_head, kind, owns_tensors)
         _BY_FUNCTIONS[key] = _BY_NAME[code.name] = code
     object.__setattr__(function, "tensors", tensors)
     object.__setattr__(function, "code", code)

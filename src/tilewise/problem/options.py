@@ -244,7 +244,7 @@ class FunctionSpec(NamedTuple):
     @property
     def may_change(self) -> bool:
         """Whether it reads tensors of the caller's, which may hold something else in the next call."""
-        return any(table is None and part.tensors for part, table in self._parts)
+        return any(table is None and part.tensors and not part.owns_tensors for part, table in self._parts)
 
     def distinct_masks(self, b: int, hq: int) -> tuple[int, int]:
         """How many of so many batch entries and heads have a mask of their own: 1 where all share one."""
