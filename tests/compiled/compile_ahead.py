@@ -12,6 +12,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -21,7 +22,7 @@ from compiled.sass import early_reads, possibly_unset, spills_in_steps, stray_de
 from conformance.functions import known_masks, mask_functions, score_functions
 from tilewise.backends._support.mask_plans import planner_of
 from tilewise.bench.compile_ahead import CompileOnlyDriver
-from tilewise.integrations.flex_tracing import traced_score
+from tilewise.integrations.flex import traced_mask, traced_score
 from tilewise.kernels.hopper.backward.config import BACKWARD_CONFIGS, HopperDbiasConfig
 from tilewise.kernels.hopper.backward.launch_d256 import backward_launch
 from tilewise.kernels.hopper.backward.launch_dbias import HopperDbias
@@ -44,7 +45,7 @@ from tilewise.tuning.heuristics_hopper import forward_heuristic
 from tilewise.tuning.heuristics_triton import delta_config, entries_config, single_tile_config, tile_heuristic
 from tilewise.tuning.schedules_hopper import backward_schedule, schedule_on_grid
 
-TABLE = torch.zeros(2, 9000, dtype=torch.bfloat16)
+TABLE, IDS = torch.zeros(2, 9000, dtype=torch.bfloat16), torch.zeros(2, 4096, dtype=torch.int32)
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
@@ -74,6 +75,7 @@ def functions_of(request):
     sizes = SimpleNamespace(b=1, hq=2, sq=4096, sk=4096)
     made = {"score": score_functions("cpu"), "mask": mask_functions("cpu") | known_masks(sizes, "cpu")}
     made["score"]["traced"] = traced_score(of_every_kind)
+    made["mask"]["traced"] = traced_mask(create_block_mask(in_documents, None, None, 4096, 4096, device="cpu")).function
     made["mask"]["joined"] = (made["mask"]["tree"] & made["mask"]["chosen"]).function
     return {kind: made[kind][name] for kind, name in named.items()}
 
@@ -81,6 +83,11 @@ def functions_of(request):
 def of_every_kind(score, b, h, q_idx, kv_idx):
     """What is traced: a load, a curve, a choice, integers of both signs."""
     return torch.where((q_idx - kv_idx) // 3 < 400, 20 * torch.tanh(score / 20), score) + TABLE[h, q_idx - kv_idx]
+
+
+def in_documents(b, h, q_idx, kv_idx):
+    """What of a mask is traced: a table of two dims, positions, and the state of a block."""
+    return (IDS[h, q_idx] == IDS[h, kv_idx]) & (q_idx >= kv_idx)
 
 
 def scores_of(request, operands):

@@ -145,7 +145,7 @@ def test_zero_fill_and_lengths_kernels_compile_without_a_spill(version, arch, ki
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("options", [["mask:chosen"], ["mask:dilated", "documents_q", "documents_k"],
                                      ["mask:tree"], ["mask:intervals"], ["mask:blocks"], ["mask:prefixes"],
-                                     ["mask:joined"]], ids=str)
+                                     ["mask:joined"], ["mask:traced"]], ids=str)
 def test_what_builds_a_mask_plan_compiles_with_functions_of_the_users_own(version, options):
     """A division takes many registers: 3.6.0 spills 88 bytes of the bits' kernel where one is by the 64-bit head."""
     rows = compile_all(version, [{"arch": "sm_90", "kernel": kernel, "d": 128, "dtype": "bfloat16", "options": options,
@@ -158,9 +158,10 @@ def test_what_builds_a_mask_plan_compiles_with_functions_of_the_users_own(versio
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_functions_of_generated_text_compile_within_shared_memory(version):
+@pytest.mark.parametrize("options", [["score:traced"], ["mask:traced"]], ids=str)
+def test_functions_of_generated_text_compile_within_shared_memory(version, options):
     rows = compile_all(version, [{"arch": "sm_90", "kernel": kernel, "d": 64, "dtype": "bfloat16", "descriptors": True,
-                                  "mask": MASKS["causal"], "options": ["score:traced"]}
+                                  "mask": MASKS["causal"], "options": options}
                                  for kernel in ("forward", "dkdv", "dq")])
     assert len(rows) == 3
     for row in rows:

@@ -9,11 +9,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 
 import tilewise as tw
 from emulation.backward_calls import SCALE, compare, expected
 from emulation.hopper_calls import scalars_of
 from tilewise.functions import MaskFunction, pair_indices
+from tilewise.integrations.flex import traced_mask
 from tilewise.kernels.hopper.backward.config import (
     D128AugmentedKVariant,
     D128Variant,
@@ -55,6 +57,10 @@ def without_rows(visible, *spans):
     return visible
 
 
+def in_documents(b, h, q_idx, kv_idx):
+    return (EACH[b, q_idx] == EACH[b, kv_idx]) & ((q_idx >= kv_idx) | (kv_idx < 130))
+
+
 FUNCTIONS = functions.mask_functions("cpu") | {
     "near": MaskFunction(functions.near, functions.near_twin),
     "behind": MaskFunction(functions.behind, functions.behind_twin, (torch.tensor([70, 0]),))}
@@ -85,6 +91,8 @@ BUILT = {
                                                                  torch.randint(0, 220, (1, 3, 210))), (190, 210)),
     "blocks": (causal() & tw.documents(EACH) & tw.blocks(coins(1, 1, 5, 3), (64, 128)), (300, 300)),
     "prefixes": (tw.prefixes(torch.tensor([90, 0]), 10), (180, 200)),
+    "block_mask": (traced_mask(create_block_mask(in_documents, 2, None, 300, 300, device="cpu", BLOCK_SIZE=(64, 128))),
+                   (300, 300)),
     "functions_joined": (FUNCTIONS["near"] & tw.prefixes(torch.tensor([90, 0])) & FUNCTIONS["behind"], (180, 180)),
     "few": (causal() & tw.documents(DOCUMENTS[65:75]), (10, 10)),
     "whole": (TensorMask(Mask(), torch.ones(1, 1, 256, 256, dtype=torch.bool)), (256, 256)),

@@ -12,7 +12,7 @@ from integrations.calls import signature
 from integrations.dense import close, dense
 from tilewise import InvalidInput, UnsupportedProblem, causal, window
 from tilewise.functions import ScoreFunction
-from tilewise.integrations import flex
+from tilewise.integrations import flex_masks
 from tilewise.integrations.flex import alibi, flex_attention, softcap
 
 # torch says that it has not compiled its flex_attention, at every call.
@@ -130,8 +130,8 @@ def test_blocks_that_are_not_listed_are_hidden_whatever_mask_mod_says():
 
 def test_a_mask_is_translated_once_and_not_kept_alive(monkeypatch):
     calls = []
-    evaluated = flex._evaluated
-    monkeypatch.setattr(flex, "_evaluated", lambda *given: calls.append(given) or evaluated(*given))
+    traced = flex_masks._traced
+    monkeypatch.setattr(flex_masks, "_traced", lambda *given: calls.append(given) or traced(*given))
     mask, leaves = made("causal"), inputs()
     first = flex_attention(*leaves, block_mask=mask)
     assert torch.equal(flex_attention(*leaves, block_mask=mask), first)

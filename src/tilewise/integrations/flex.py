@@ -1,31 +1,27 @@
 """FlexAttention's call, for what can be translated, without compiling a graph.
 
-A ``BlockMask`` becomes a boolean tensor, by its blocks and its ``mask_mod``, and lists of its visible tiles: made once,
-in queries x keys bytes, and kept as long as the mask lives. Masks of tilewise's own are taken in its place, and cost no
-such tensor. A ``score_mod`` in Python is traced in each call (flex_tracing.py). Those of :func:`softcap` and
+A ``BlockMask`` becomes a mask function and lists of its visible tiles, once (flex_masks.py); masks of tilewise's own
+are taken in its place. A ``score_mod`` in Python is traced (flex_tracing.py). Those of :func:`softcap` and
 :func:`alibi`, which FlexAttention itself takes as well, are options of the call, for which there are faster kernels.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
 from tilewise.api import attention
 from tilewise.errors import InvalidInput, UnsupportedProblem
 from tilewise.functions import MaskFunction, ScoreFunction
+from tilewise.integrations.flex_masks import FROM_THE_FIRST, mask_of, traced_mask
 from tilewise.integrations.flex_tracing import traced_score
 from tilewise.integrations.torch_sdpa import _check_heads, wants
-from tilewise.masks import Mask, TensorMask, window
+from tilewise.masks import Mask, TensorMask
 
-__all__ = ["alibi", "flex_attention", "softcap", "traced_score"]
+__all__ = ["alibi", "flex_attention", "softcap", "traced_mask", "traced_score"]
 
 Visible = Mask | TensorMask | MaskFunction
-_FROM_THE_FIRST = window(None, None, "top_left")  # hides nothing: distances are those of indices
-# Of each BlockMask its tiled mask, and the lengths that it was made for.
-_TRANSLATED: WeakKeyDictionary[Any, tuple[tuple[int, int], TensorMask]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +67,10 @@ def flex_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
         score_mod: (score, b, h, q_idx, kv_idx) -> score, of elementwise operations and tensors read at positions, as
             :func:`traced_score` takes it; what :func:`softcap`, :func:`alibi` or :func:`traced_score` have made; a
             :class:`tilewise.functions.ScoreFunction`; or None.
-        block_mask: a ``BlockMask``, a mask of tilewise's, or None. What a ``BlockMask`` sees is read at its first call.
+        block_mask: a ``BlockMask``, a mask of tilewise's, or None. The lists of a ``BlockMask`` are read at its first
+            call, tensors that its mask_mod reads in each one, as :func:`traced_mask` has it. What a mask_mod does that
+            is not taken there, a RuntimeWarning names: it is then evaluated at the first call, for all pairs, and so it
+            is inside of torch.compile, where the result of :func:`traced_mask` may be passed instead.
         scale: None = 1/sqrt(d).
         enable_gqa: allow hq to be a multiple of hk.
         return_lse: return (out, lse).
@@ -83,7 +82,7 @@ def flex_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
 
     Raises:
         UnsupportedProblem: score_mod does what has no counterpart in Triton; it is named.
-        InvalidInput: the ``BlockMask`` is of other lengths, or as :func:`tilewise.attention`.
+        InvalidInput: the ``BlockMask`` is of other lengths, batch entries or heads, or as :func:`tilewise.attention`.
 
     >>> q = torch.randn(1, 4, 64, 16)
     >>> flex_attention(q, q, q, score_mod=softcap(20.0)).shape
@@ -130,47 +129,7 @@ def _score_options(score_mod: object) -> dict[str, Any]:
 
 def _mask(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> Visible:
     if block_mask is None:
-        return _FROM_THE_FIRST
+        return FROM_THE_FIRST
     if isinstance(block_mask, (Mask, TensorMask, MaskFunction)):
         return block_mask
-    if not hasattr(block_mask, "kv_num_blocks"):
-        raise InvalidInput(f"block_mask is a {type(block_mask).__name__}; allowed is a BlockMask, a mask of "
-                           "tilewise's, or None.")
-    lengths = query.shape[2], key.shape[2]
-    made = _TRANSLATED.get(block_mask)
-    if made is None or made[0] != lengths:
-        with torch.inference_mode(False):  # a later call may want gradients
-            made = lengths, TensorMask(_FROM_THE_FIRST, _evaluated(block_mask, *lengths)).tiled(*lengths)
-        _TRANSLATED[block_mask] = made
-    return made[1]
-
-
-def _evaluated(block_mask: Any, query_length: int, key_length: int) -> torch.Tensor:
-    """Return what a BlockMask lets take part, (b|1, h|1, sq, sk), bool: whole blocks, and others pair by pair."""
-    if tuple(block_mask.seq_lengths) != (query_length, key_length):
-        of_mask = " queries and ".join(map(str, block_mask.seq_lengths))
-        raise InvalidInput(f"block_mask is of {of_mask} keys, and query and key have {query_length} and {key_length}: "
-                           "make one for these lengths.")
-    from torch.nn.attention.flex_attention import create_mask
-
-    batch, heads = block_mask.kv_num_blocks.shape[:2]
-    pairs = create_mask(block_mask.mask_mod, batch, heads, query_length, key_length,
-                        device=block_mask.kv_num_blocks.device)
-    in_part = _blocks(block_mask, block_mask.kv_num_blocks, block_mask.kv_indices)
-    visible = pairs & in_part[..., :query_length, :key_length]
-    if block_mask.full_kv_num_blocks is None:
-        return visible
-    whole = _blocks(block_mask, block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
-    return visible | whole[..., :query_length, :key_length]
-
-
-def _blocks(block_mask: Any, counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """Return which pairs lie in listed blocks: of each row of ``indices`` the first ``counts``."""
-    rows, columns = block_mask.BLOCK_SIZE
-    key_blocks = -(-block_mask.seq_lengths[1] // columns)
-    is_listed = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
-    # What is not listed goes into a column that is cut off.
-    places = torch.where(is_listed, indices.long(), key_blocks)
-    listed = torch.zeros(*counts.shape, key_blocks + 1, dtype=torch.bool, device=indices.device)
-    listed = listed.scatter(-1, places, is_listed)[..., :key_blocks]
-    return listed.repeat_interleave(rows, -2).repeat_interleave(columns, -1)
+    return mask_of(block_mask, query, key)

@@ -6,7 +6,7 @@ is not there is refused by its name.
 
 import operator
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple, NoReturn
@@ -30,12 +30,14 @@ class Operation(NamedTuple):
         torch: the same of tensors.
         slopes: the derivative by each argument, of these and of the result {y}; none of what has integers or truths.
         result: "common" = the dtype that torch promotes the arguments to; "float" = that, float32 of integers; "bool".
+        natural: the text where no argument is less than 0, if it is another.
     """
 
     triton: str
     torch: Callable[..., Any]
     slopes: tuple[str, ...] = ()
     result: str = "common"
+    natural: str = ""
 
 
 def _smaller(first: str, second: str) -> str:
@@ -48,8 +50,8 @@ OPERATIONS = {
     "sub": Operation("{0} - {1}", torch.sub, ("1.0", "-1.0")),
     "mul": Operation("{0} * {1}", torch.mul, ("{1}", "{0}")),
     "truediv": Operation("{0} / {1}", torch.true_divide, ("1.0 / {1}", "-{y} / {1}"), "float"),
-    "floordiv": Operation(_FLOORED, torch.floor_divide),
-    "mod": Operation("{0} - {1} * " + _FLOORED, torch.remainder),
+    "floordiv": Operation(_FLOORED, torch.floor_divide, natural="{0} // {1}"),
+    "mod": Operation("{0} - {1} * " + _FLOORED, torch.remainder, natural="{0} % {1}"),
     "neg": Operation("-{0}", torch.neg, ("-1.0",)),
     "abs": Operation("tl.abs({0})", torch.abs, ("tl.where({0} > 0, 1.0, tl.where({0} < 0, -1.0, 0.0))",)),
     "maximum": Operation("tl.maximum({0}, {1})", torch.maximum, (_smaller("{1}", "{0}"), _smaller("{0}", "{1}"))),
@@ -78,7 +80,11 @@ _TORCH_NAMES = {  # a function or a method of torch's -> an operation
     "less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge", "not_equal": "ne"}
 _CASTS = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16,
           "int": torch.int32, "long": torch.int64, "bool": torch.bool}
-_METHODS = {*_TORCH_NAMES, *_CASTS, "to", "type", "clamp", "clip", "pow"}
+_FILLED = {"new_zeros": 0, "new_ones": 1, "zeros_like": 0, "ones_like": 1}
+_METHODS = {*_TORCH_NAMES, *_CASTS, "to", "type", "clamp", "clip", "pow", "new_zeros", "new_ones"}
+# What is asked of tensors and depends on their shapes, dtypes and device alone.
+_DESCRIBING = {torch.Tensor.dim, torch.Tensor.size, torch.Tensor.numel, torch.Tensor.__len__,
+               *(getattr(torch.Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device", "is_meta"))}
 
 
 class Untraceable(Exception):
@@ -106,6 +112,8 @@ class Symbol:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        if name == "device" and _tracing().device is not None:
+            return _tracing().device
         if name not in _METHODS:
             raise Untraceable(f".{name}")
         return lambda *arguments, **named: _tracing().by_name(name, (self, *arguments), named)
@@ -135,15 +143,24 @@ for _name, _operation in (("neg", "neg"), ("abs", "abs"), ("invert", "not_")):
 
 
 class _Tracing(TorchFunctionMode):
-    """Notes the functions of torch's that are called with symbols; the tensors that they read are kept in order."""
+    """Notes the functions of torch's that are called with symbols; the tensors that they read are kept in order.
 
-    def __init__(self) -> None:
+    Attributes:
+        device: what symbols say that they are on; None = they do not say.
+        tensors: what is read.
+        computes: whether something was asked of tensors alone, which a later call may answer otherwise.
+    """
+
+    def __init__(self, device: torch.device | None) -> None:
         super().__init__()
+        self.device = device
         self.tensors: list[torch.Tensor] = []
+        self.computes = False
 
     def __torch_function__(self, function: Any, types: Any, arguments: tuple[Any, ...] = (), named: Any = None) -> Any:
-        if _has_symbol((arguments, named)):
+        if _has((arguments, named), (Symbol, _Rows)):
             return self.called(function, arguments, named or {})
+        self.computes |= function not in _DESCRIBING and _has((arguments, named), torch.Tensor)
         return function(*arguments, **(named or {}))
 
     def called(self, function: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -164,6 +181,8 @@ class _Tracing(TorchFunctionMode):
             return self.cast(arguments[0], _CASTS[name])
         if name in ("clamp", "clip"):
             return self.clamped(*arguments, **named)
+        if name in _FILLED:
+            return self.filled(name, *arguments, **named)
         exponent = arguments[1] if name == "pow" and len(arguments) == 2 else None
         if isinstance(exponent, (int, float)) and exponent in (2, 0.5):
             return self.by_name("square" if exponent == 2 else "sqrt", arguments[:1], named)
@@ -203,6 +222,13 @@ class _Tracing(TorchFunctionMode):
             if bound is not None:
                 value = self.by_name("where", (self.by_name(name, (value, bound), {}), bound, value), {})
         return value
+
+    def filled(self, name: str, like: Any, size: Any = (), *, dtype: torch.dtype | None = None,
+               device: torch.device | None = None) -> Symbol:
+        """Note a zero or a one; ``device``: that of the symbols, wherever that is."""
+        if tuple(size) or not isinstance(like, Symbol):
+            raise Untraceable(f"{name} of a size")
+        return self.cast(_FILLED[name], dtype or like.dtype)
 
     def load(self, tensor: Any, index: Any) -> Any:
         """Note that a tensor is read at symbols and integers, one for each dim, be it by several brackets."""
@@ -260,27 +286,44 @@ def _tracing() -> _Tracing:
     return _active.tracing
 
 
-def traced(function: Callable[..., Any], dtypes: Sequence[torch.dtype]) -> tuple[Any, list[torch.Tensor]]:
-    """Call a function with a symbol for each of ``INPUTS``; return its result, and the tensors that it reads.
+class Traced(NamedTuple):
+    """What a function does.
+
+    Attributes:
+        result: a symbol or a number.
+        tensors: those that it reads.
+        is_of_tensors: whether it did nothing else with tensors than read them at symbols, so that others of the same
+            shapes and dtypes in their places lead to the same symbols.
+    """
+
+    result: Any
+    tensors: list[torch.Tensor]
+    is_of_tensors: bool
+
+
+def traced(function: Callable[..., Any], inputs: Mapping[str, torch.dtype],
+           device: torch.device | None = None) -> Traced:
+    """Call a function with a symbol for each of ``inputs``, some of ``INPUTS``.
 
     Raises:
         Untraceable: it does what no symbol can note.
     """
-    with _Tracing() as tracing:
+    with _Tracing(device) as tracing:
         _active.tracing = tracing
         try:
-            made = function(*(Symbol(name, (), dtype) for name, dtype in zip(INPUTS, dtypes, strict=True)))
-            return tracing.loaded(made), tracing.tensors
+            made = function(*(Symbol(name, (), dtype) for name, dtype in inputs.items()))
+            return Traced(tracing.loaded(made), tracing.tensors, not tracing.computes)
         finally:
             _active.tracing = None
 
 
-def _has_symbol(value: Any) -> bool:
+def _has(value: Any, kinds: Any) -> bool:
+    """Whether there is one of these kinds among a function's arguments; a tensor for types alone is none."""
     if isinstance(value, (tuple, list)) and not isinstance(value, _Rows):
-        return any(map(_has_symbol, value))
+        return any(_has(own, kinds) for own in value)
     if isinstance(value, dict):
-        return any(map(_has_symbol, value.values()))
-    return isinstance(value, (Symbol, _Rows))
+        return any(_has(own, kinds) for own in value.values())
+    return isinstance(value, kinds) and not (isinstance(value, torch.Tensor) and value.is_meta)
 
 
 def common(arguments: Sequence[Any]) -> torch.dtype:

@@ -1,23 +1,32 @@
-"""FlexAttention's Python functions in Triton: a ``score_mod`` is called once with symbols, which note what it does.
+"""FlexAttention's Python functions in Triton: a mod is called once with symbols, which note what it does.
 
 Each thing that it does becomes a line of a Triton function, another of its torch twin, and by the rules of
-differentiation one of its derivative. Two calls that do the same give the same text, for which kernels are compiled
-once; the tensors that are read go along as tensors.
+differentiation one of a ``score_mod``'s derivative. Two calls that do the same give the same text, for which kernels
+are compiled once; the tensors that are read go along as tensors.
 """
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from tilewise.errors import UnsupportedProblem
-from tilewise.functions import ScoreFunction
+from tilewise.functions import PAIR, ScoreFunction
+from tilewise.integrations.flex_remembered import remembered
 from tilewise.integrations.flex_symbols import DTYPES, INPUTS, OPERATIONS, Symbol, Untraceable, common, traced
 from tilewise.support.caches import registered
 from tilewise.support.generated import jit_function
+
+
+class Formula(NamedTuple):
+    """What a function does, without the tensors that it reads: a Triton function and its torch twin."""
+
+    triton: Any
+    torch: Callable[..., torch.Tensor]
 
 
 def traced_score(score_mod: Callable[..., Any]) -> ScoreFunction:
@@ -34,25 +43,54 @@ def traced_score(score_mod: Callable[..., Any]) -> ScoreFunction:
         UnsupportedProblem: it does something else; names it.
     """
     try:
-        result, tensors = traced(score_mod, (torch.float32, *(torch.int32,) * 4))
-        text = _text(result, len(tensors))
+        function, tensors = remembered(score_mod, _score_function)
     except Untraceable as reason:
-        name = getattr(score_mod, "__name__", type(score_mod).__name__)
-        raise UnsupportedProblem(f"score_mod {name} has what no Triton is made of: {reason}. Allowed are arithmetic, "
-                                 "comparisons, torch.where, functions of one number, and tensors read at positions; a "
-                                 "tilewise.functions.ScoreFunction has any formula.", {}) from None
-    triton, twin, derivative = _compiled(*text)
-    return ScoreFunction(triton, twin, derivative, tuple(tensors))
+        raise not_in_triton("score_mod", score_mod, reason, "ScoreFunction") from None
+    return function.with_tensors(*tensors)
+
+
+def mask_formula(visible: Callable[..., Any], device: torch.device) -> tuple[Formula, tuple[torch.Tensor, ...], bool]:
+    """Trace (b, h, q_idx, kv_idx) -> bool; return the formula, what it reads, and :attr:`Traced.is_of_tensors`.
+
+    Before the tensors its functions take a tensor of all their sizes, one behind the other: another length has the same
+    functions.
+
+    Raises:
+        Untraceable: it does what has no text in Triton.
+    """
+    result, tensors, is_of_tensors = traced(visible, dict.fromkeys(PAIR, torch.int32), device)
+    if not isinstance(result, Symbol) or result.dtype is not torch.bool:
+        raise Untraceable(f"a result {result if not isinstance(result, Symbol) else result.dtype}")
+    text = _Text([0, *itertools.accumulate(tensor.dim() for tensor in tensors)])
+    last, head = f"return {text.add(result)}", _head((*PAIR, "sizes"), len(tensors))
+    triton, twin = (_function("traced", head, [*lines, last]) for lines in (text.triton, text.twin))
+    return Formula(*_compiled(triton, twin, None)[:2]), tuple(tensors), is_of_tensors
+
+
+def not_in_triton(said: str, function: object, reason: object, other: str) -> UnsupportedProblem:
+    """Make the error for a function of FlexAttention's that has what no Triton is made of."""
+    name = getattr(function, "__name__", type(function).__name__)
+    return UnsupportedProblem(f"{said} {name} has what no Triton is made of: {reason}. Allowed are arithmetic, "
+                              "comparisons, torch.where, functions of one number, and tensors read at positions; a "
+                              f"tilewise.functions.{other} has any formula.", {})
 
 
 class _Text:
-    """Lines of a Triton function, of its torch twin and of its derivative, of a result and all that leads to it."""
+    """Lines of a Triton function, of its torch twin and of its derivative, of a result and all that leads to it.
 
-    def __init__(self) -> None:
+    Args:
+        first_sizes: of each tensor that is read, the place of its first size among those that a tensor ``sizes`` holds;
+            None = sizes are part of the text.
+    """
+
+    def __init__(self, first_sizes: Sequence[int] | None = None) -> None:
+        self.first_sizes = first_sizes
+        self.sizes: set[int] = set()
         self.triton: list[str] = []
         self.twin: list[str] = []
         self.slopes: list[str] = []
         self.names: dict[Symbol, str] = {}
+        self.naturals: set[Symbol] = set()  # integers that are surely not less than 0
         self.tangents: dict[Symbol, str | None] = {}  # by the score; None = 0
 
     def add(self, symbol: Symbol) -> str:
@@ -63,6 +101,8 @@ class _Text:
             if isinstance(own, Symbol):
                 self.add(own)
         name = self.names[symbol] = f"v{len(self.names)}"
+        if self._makes_natural(symbol):
+            self.naturals.add(symbol)
         if symbol.does in INPUTS:
             is_score = symbol.does == "score"
             self.triton.append(f"{name} = {symbol.does}" + ("" if is_score else ".to(tl.int32)"))
@@ -74,11 +114,24 @@ class _Text:
         elif symbol.does == "cast":
             (own,) = symbol.arguments
             self.triton.append(f"{name} = {self._as(own, symbol.dtype)}")
-            self.twin.append(f"{name} = {self._plain(own)}.to({symbol.dtype})")
+            self.twin.append(f"{name} = {self._plain(own, True)}.to({symbol.dtype})")
             self.tangents[symbol] = self.tangents.get(own) if symbol.dtype.is_floating_point else None
         else:
             self._operate(name, symbol)
         return name
+
+    def _is_natural(self, own: Any) -> bool:
+        return own in self.naturals if isinstance(own, Symbol) else isinstance(own, int) and own >= 0
+
+    def _makes_natural(self, symbol: Symbol) -> bool:
+        does, arguments = symbol.does, symbol.arguments
+        if symbol.dtype.is_floating_point:
+            return False
+        if does in PAIR or symbol.dtype is torch.uint8:
+            return True
+        if does == "mod":  # which has the divisor's sign
+            return self._is_natural(arguments[1])
+        return does in ("add", "mul", "floordiv", "cast") and all(map(self._is_natural, arguments))
 
     def _operate(self, name: str, symbol: Symbol) -> None:
         operation, arguments = OPERATIONS[symbol.does], symbol.arguments
@@ -86,7 +139,8 @@ class _Text:
         wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
         values = [self.names[own] if symbol.does == "where" and i == 0 else self._as(own, wide)
                   for i, own in enumerate(arguments)]
-        said = operation.triton.format(*values)
+        is_natural = all(map(self._is_natural, arguments))
+        said = ((is_natural and operation.natural) or operation.triton).format(*values)
         self.triton.append(f"{name} = {said}" if wide is dtype else f"{name} = ({said}).to(tl.{DTYPES[symbol.dtype]})")
         wants_tensors = symbol.does in ("maximum", "minimum")
         self.twin.append(f"{name} = of_torch['{symbol.does}']("
@@ -113,18 +167,43 @@ class _Text:
         """Read a tensor inside of its ends; an index below 0 counts from the end, as torch has it."""
         offsets, inside = [], []
         wide = ".to(tl.int64)" if math.prod(shape) >= 2**31 else ""
-        for dim, (own, size) in enumerate(zip(indices, shape, strict=True)):
-            stride = math.prod(shape[dim + 1:])
+        for dim, own in enumerate(indices):
+            in_torch = f"tensor_{number}.shape[{dim}]"
             if isinstance(own, Symbol):
-                at = self.names[own]
-                inner = f"tl.where({at} < 0, {at} + {size}, {at})"
-                offsets.append(f"tl.maximum(tl.minimum({inner}, {size - 1}), 0){wide} * {stride}")
-                inside.append(f"torch.where({at} < 0, {at} + {size}, {at}).clamp(0, {size - 1})")
-            else:
-                offsets.append(str((own + size if own < 0 else own) * stride))
-                inside.append(str(own))
+                at, size = self.names[own], self._size(number, shape, dim)
+                inner = at if self._is_natural(own) else f"tl.where({at} < 0, {at} + {size}, {at})"
+                last = size - 1 if isinstance(size, int) else f"{size} - 1"
+                offsets.append(f"tl.maximum(tl.minimum({inner}, {last}), 0){wide} * "
+                               f"{self._stride(number, shape, dim, wide)}")
+                inside.append(f"torch.where({at} < 0, {at} + {in_torch}, {at}).clamp(0, {in_torch} - 1)")
+                continue
+            inside.append(str(own))
+            if own < 0:
+                size = self._size(number, shape, dim)
+                own = own + size if isinstance(size, int) else f"({size} + {own})"
+            if own:
+                stride = self._stride(number, shape, dim, wide)
+                is_literal = isinstance(own, int) and isinstance(stride, int)
+                offsets.append(str(own * stride) if is_literal else f"{own} * {stride}")
         self.triton.append(f"{name} = tl.load({' + '.join([f'tensor_{number}', *offsets])})")
         self.twin.append(f"{name} = tensor_{number}" + (f"[{', '.join(inside)}]" if inside else ""))
+
+    def _size(self, number: int, shape: tuple[int, ...], dim: int) -> Any:
+        """Return the size of a tensor's dim, or the name of what holds it."""
+        if self.first_sizes is None:
+            return shape[dim]
+        place = self.first_sizes[number] + dim
+        name = f"size_{place}"
+        if place not in self.sizes:
+            self.sizes.add(place)
+            self.triton.append(f"{name} = tl.load(sizes + {place}).to(tl.int32)")
+        return name
+
+    def _stride(self, number: int, shape: tuple[int, ...], dim: int, wide: str) -> Any:
+        sizes = [self._size(number, shape, other) for other in range(dim + 1, len(shape))]
+        if self.first_sizes is None or not sizes:
+            return math.prod(sizes)
+        return " * ".join([sizes[0] + wide, *sizes[1:]])
 
     def _as(self, own: Any, dtype: torch.dtype) -> str:
         if isinstance(own, Symbol):
@@ -141,8 +220,10 @@ def _literal(value: float) -> str:
     return f'float("{value}")' if isinstance(value, float) and not math.isfinite(value) else repr(value)
 
 
-def _text(result: Any, count: int) -> tuple[str, str, str | None]:
-    """Return the bodies of the Triton function, of its twin, and of its derivative, None where that is 1."""
+def _score_function(score_mod: Callable[..., Any]) -> tuple[ScoreFunction, tuple[torch.Tensor, ...], bool]:
+    """Trace a score_mod; return a function without its tensors, these, and :attr:`Traced.is_of_tensors`."""
+    dtypes = {name: torch.float32 if name == "score" else torch.int32 for name in INPUTS}
+    result, tensors, is_of_tensors = traced(score_mod, dtypes)
     if not isinstance(result, Symbol):
         raise Untraceable(f"a result {result!r} that is the same for all pairs")
     text = _Text()
@@ -152,10 +233,15 @@ def _text(result: Any, count: int) -> tuple[str, str, str | None]:
     triton = [*text.triton, f"return {name}" if tangent else f"return tl.broadcast_to({name}, score.shape)"]
     twin = [*text.twin, f"return {name}" if tangent else f"return torch.broadcast_to({name}, score.shape)"]
     slopes = [*text.triton, *text.slopes, f"return dscore * {tangent or '0.0'}"]
-    tensors = [f"tensor_{i}" for i in range(count)]
-    head = f"({', '.join((*INPUTS, *tensors))}):"
-    return (_function("traced", head, triton), _function("traced", head, twin),
-            None if tangent == "1.0" else _function("slope", f"(dscore, {head[1:]}", slopes))
+    head = _head(INPUTS, len(tensors))
+    made = _compiled(_function("traced", head, triton), _function("traced", head, twin),
+                     None if tangent == "1.0" else _function("slope", f"(dscore, {head[1:]}", slopes))
+    return ScoreFunction(*made, (torch.empty(0),) * len(tensors)), tuple(tensors), is_of_tensors
+
+
+def _head(inputs: Sequence[str], count: int) -> str:
+    """Return the parameters of a function of these inputs and so many tensors."""
+    return f"({', '.join((*inputs, *(f'tensor_{i}' for i in range(count))))}):"
 
 
 def _function(name: str, head: str, lines: list[str]) -> str:

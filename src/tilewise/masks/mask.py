@@ -196,7 +196,8 @@ class TensorMask(JoinsTensors):
         band: who sees whom by position; its hidden tiles are skipped.
         tensor: broadcasts to (b, hq, sq, sk), bool, True where the pair takes part; None = all.
         documents: who is in one document; hidden tiles are skipped; None = all are.
-        tiles: lists of the tiles that all of these leave visible, made by :meth:`tiled`; None = there are none.
+        tiles: lists of the tiles that all of these leave visible, made by :meth:`tiled` or of a ``BlockMask``'s lists
+            of blocks; None = there are none.
         function: a :class:`tilewise.functions.MaskFunction`; None = all.
     """
 

@@ -41,7 +41,11 @@ def tile_lists(visible_rows: Callable[[int, int], torch.Tensor], query_length: i
         padded = torch.nn.functional.pad(rows, missing)
         by_tile = padded.view(*padded.shape[:3], -1, TILE)
         found.append(torch.where(by_tile.all(4).all(2), 2, by_tile.any(4).any(2).int()))
-    states = torch.stack(found, 2)  # [b|1, hq|1, tiles of queries, tiles of keys]: 0 hidden, 1 in part, 2 whole
+    return listed(torch.stack(found, 2))
+
+
+def listed(states: torch.Tensor) -> TileLists:
+    """List tiles by their states, (b|1, hq|1, tiles of queries, tiles of keys): 0 hidden, 1 in part, 2 whole."""
     return TileLists(_listed(states), _listed(states.mT))
 
 

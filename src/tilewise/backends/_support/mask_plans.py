@@ -2,10 +2,10 @@
 
 What a plan is built of must not change while it is kept. That holds for a mask by position, and for tensors that the
 library has made itself and no caller writes: the ranges of :func:`tilewise.documents`, the tables of
-:func:`tilewise.tree` and its like, and the lists of a mask that was :meth:`tilewise.masks.TensorMask.tiled`, which are
-to be made anew when its tensor changes. A plain boolean tensor and the tensors of a mask function are the caller's own,
-and may be written at any time, by kernels that no version counter of torch's notices too: such a plan is built in every
-call.
+:func:`tilewise.tree` and its like and of FlexAttention's blocks, and the lists of a mask that was
+:meth:`tilewise.masks.TensorMask.tiled`, which are to be made anew when its tensor changes. A plain boolean tensor and
+the tensors of a mask function are the caller's own, and may be written at any time, by kernels that no version counter
+of torch's notices too: such a plan is built in every call.
 """
 
 import math
