@@ -1,6 +1,7 @@
 """FlexAttention's BlockMasks, traced: results of both backends, the meaning of block lists, and what is not traced."""
 
 import gc
+import warnings
 import weakref
 from functools import partial
 
@@ -192,6 +193,19 @@ def test_tiles_are_listed_as_blocks_are(sides, lengths):
             assert torch.equal(own, wanted)
 
 
+def test_everything_is_made_on_the_device_of_the_lists():
+    """Where nothing can be read, nothing waits for it either."""
+    ids = DOCUMENTS.to("meta")
+    mask = made("documents", SK, SK).to("meta")
+    mask.mask_mod = lambda b, h, q, k: (ids[q] == ids[k]) & ~b.new_zeros((), dtype=torch.bool)
+    for copied in (False, True):
+        traced = traced_mask(mask, copied=copied)
+        assert {tensor.device.type for tensor in (*traced.tiles, *traced.function.tensors)} == {"meta"}
+    mask.mask_mod = lambda b, h, q, k: DOCUMENTS[q] == DOCUMENTS[k]
+    with pytest.raises(UnsupportedProblem, match=r"a tensor of shape \(290,\) on cpu\."):
+        traced_mask(mask)
+
+
 def test_no_tensor_of_all_pairs_is_made():
     traced = traced_mask(made("dilated", 4000, 4000))
     assert traced.tensor is None
@@ -245,6 +259,19 @@ def test_its_function_joins_other_masks():
     given, traced = inputs(SK, SK), traced_mask(made("documents", SK, SK))
     close(attention(*given, mask=tw.causal() & traced.function),
           dense(*given, visible_to(and_masks(causal, documents), SK, SK))[0])
+
+
+def test_a_mask_that_was_made_in_inference_serves_training():
+    leaves = [tensor.requires_grad_() for tensor in inputs()]
+    for mod in (causal, REFUSED["erf(Symbol)"]):
+        mask = made("causal")
+        mask.mask_mod = mod
+        with torch.inference_mode(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            masks = [traced_mask(mask)] if mod is causal else []
+            flex_attention(*(leaf.detach().clone() for leaf in leaves), block_mask=mask)
+        for own in (mask, *masks):
+            assert torch.autograd.grad(flex_attention(*leaves, block_mask=own).sum(), leaves[2])[0].any()
 
 
 def test_a_tensor_with_a_gradient_is_read():
@@ -362,11 +389,13 @@ def test_a_mask_that_is_gone_leaves_nothing():
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("is_traced", [True, False], ids=["traced", "in_the_graph"])
-def test_compiled_calls(is_traced):
+@pytest.mark.parametrize("kind", ["traced", "seen_before", "in_the_graph"])
+def test_compiled_calls(kind):
     torch._dynamo.reset()
     given, mask = inputs(), made("window")
-    own = traced_mask(mask) if is_traced else mask
+    own = traced_mask(mask) if kind == "traced" else mask
+    if kind == "seen_before":
+        flex_attention(*given, block_mask=mask)
     compiled = torch.compile(lambda *qkv: flex_attention(*qkv, block_mask=own), fullgraph=True, backend="aot_eager")
     close(compiled(*given), dense(*given, visible_to(MODS["window"]))[0])
     torch._dynamo.reset()

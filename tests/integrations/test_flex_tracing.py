@@ -42,11 +42,14 @@ MODS = {
     "waves": lambda score, b, h, q, k: torch.sin(score) * torch.cos(2 * score),
     "rounded": lambda score, b, h, q, k: score.half().float() + (score * 4).int() * 0.1 + torch.exp(score.half()),
     "integers": of_integers, "maximum": maximum,
+    "filled": lambda score, b, h, q, k: score * (q.new_ones(()) + h) / 2 + torch.zeros_like(score) + torch.where(
+        k.new_ones((), dtype=torch.bool), k % 3, 0),
+    "narrow": lambda score, b, h, q, k: score + ((k * 9).to(torch.int8).int() // 7 + (k - 20) % 3) * 0.01,
     "first": lambda score, b, h, q, k: torch.add(score, TABLE[-1, q]) + torch.logical_and(q > k, h < 2) * FACTOR,
     "no_score": lambda score, b, h, q, k: SLOPES[h],
     "nothing": lambda score, b, h, q, k: score,
 }
-ADDING = ("table", "table_of_16_bits", "alibi", "integers", "first", "nothing")
+ADDING = ("table", "table_of_16_bits", "alibi", "integers", "narrow", "first", "nothing")
 
 
 def inputs(dtype=torch.float32):

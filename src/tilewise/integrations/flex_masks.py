@@ -72,7 +72,8 @@ def traced_mask(block_mask: Any, *, copied: bool = False) -> TensorMask:
     """
     check_block_mask(block_mask)
     try:
-        return _traced(block_mask, copied)
+        with torch.inference_mode(False):  # a later call may want gradients
+            return _traced(block_mask, copied)
     except Untraceable as reason:
         raise not_in_triton("mask_mod", block_mask.mask_mod, reason, "MaskFunction") from None
 
@@ -196,17 +197,19 @@ def _is_listed(block_mask: Any, counts: torch.Tensor, indices: torch.Tensor) -> 
 
 def _tile_states(states: torch.Tensor, sides: tuple[int, int], lengths: tuple[int, int]) -> torch.Tensor:
     """Return the states of tiles of TILE x TILE pairs, as :func:`listed` takes them, of those of blocks."""
-    counts = torch.stack((states > 0, states == _FULL)).int()  # of blocks that a tile touches: visible, and full
-    touched, is_inside = torch.ones((), dtype=torch.int32), torch.ones((), dtype=torch.bool)
-    for dim, (side, length) in enumerate(zip(sides, lengths, strict=True), start=counts.dim() - 2):
+    # Of the blocks that a tile touches: how many are visible, are full, and are there.
+    counts = torch.stack((states > 0, states == _FULL, torch.ones_like(states, dtype=torch.bool))).int()
+    cut = []  # which tiles reach past the end
+    for dim, side, length in zip((-2, -1), sides, lengths, strict=True):
         begin = torch.arange(0, length, TILE, device=states.device)
         end = begin + TILE
         first, stop = begin // side, (end.clamp(max=length) - 1) // side + 1
-        sums = torch.nn.functional.pad(counts.cumsum(dim).transpose(dim, -1), (1, 0)).transpose(dim, -1)
+        sums = torch.nn.functional.pad(counts.cumsum(dim), (0, 0, 1, 0) if dim == -2 else (1, 0))
         counts = sums.index_select(dim, stop) - sums.index_select(dim, first)
-        touched, is_inside = touched[..., None] * (stop - first), is_inside[..., None] & (end <= length)
-    visible, full = counts
-    return torch.where((full == touched) & is_inside, 2, (visible > 0).int())
+        cut.append(end > length)
+    visible, full, all_of_them = counts
+    is_cut = cut[0][:, None] | cut[1]
+    return torch.where((full == all_of_them) & ~is_cut, 2, (visible > 0).int())
 
 
 def _evaluated(block_mask: Any) -> TensorMask:

@@ -131,6 +131,8 @@ class _Text:
             return True
         if does == "mod":  # which has the divisor's sign
             return self._is_natural(arguments[1])
+        if does == "cast" and symbol.dtype not in (torch.int32, torch.int64):  # narrower ones wrap
+            return False
         return does in ("add", "mul", "floordiv", "cast") and all(map(self._is_natural, arguments))
 
     def _operate(self, name: str, symbol: Symbol) -> None:
