@@ -102,10 +102,7 @@ def close(found, expected):
 @pytest.mark.parametrize("name", MODS)
 def test_a_block_mask_has_torchs_results(name, block):
     given, mask = inputs(), made(name, block=block)
-    if name == "true":
-        expected = dense(*given)[0]
-    else:
-        expected = torch_flex.flex_attention(*given, block_mask=mask)
+    expected = dense(*given)[0] if name == "true" else torch_flex.flex_attention(*given, block_mask=mask)
     close(flex_attention(*given, block_mask=mask), expected)
 
 

@@ -40,6 +40,7 @@ def said(call, name):
     (attention_decode, "key_padding_mask", "cache_seqlens=, and cache_leftpad= where padding comes first"),
     (attention, "enable_gqa", "nothing: q may have any multiple of the heads of k and v"),
     (attention, "return_softmax_lse", "return_aux=('lse',)"), (attention, "s_aux", "sinks="),
+    (attention, "block_mask", "mask=, of a BlockMask tilewise.integrations.flex.traced_mask(block_mask)"),
     (attention, "score_mod", "score_function=ScoreFunction(...)"), (attention, "seqused_k", "seqlens_k="),
     (attention_varlen, "is_causal", CAUSAL.format("top_left", "torch")), (attention_varlen, "seqlens_k", "seqused_k="),
     (attention_varlen, "cu_seq_k", "cu_seqlens_k="), (attention_varlen, "max_q", "max_seqlen_q="),

@@ -21,7 +21,7 @@ _ELSEWHERE: dict[str, tuple[str, str]] = {
     "window_size": _WINDOW, "window_size_left": _WINDOW, "window_size_right": _WINDOW,
     "sliding_window": ("mask", "mask=window(n - 1, 0) for n keys up to the query"),
     "attention_chunk": ("mask", "mask=chunk(n)"), "mask_mod": ("mask", "mask=MaskFunction(...)"),
-    "block_mask": ("mask", "mask= for a boolean tensor, whose tiled() lists what is visible, or a MaskFunction"),
+    "block_mask": ("mask", "mask=, of a BlockMask tilewise.integrations.flex.traced_mask(block_mask)"),
     "attn_mask": ("bias", _ANY_MASK), "attention_mask": ("bias", _ANY_MASK), "attn_bias": ("bias", _ANY_MASK),
     "score_mod": ("score_function", "score_function=ScoreFunction(...)"),
     **dict.fromkeys(("softmax_scale", "sm_scale", "scaling"), ("scale", "scale=")),
