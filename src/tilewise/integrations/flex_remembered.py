@@ -4,7 +4,8 @@ Two functions are alike where they have the same code, and all that it finds out
 globals) is alike: numbers and strings are equal, functions are alike in turn, and tensors have the same shapes, dtypes
 and devices, and are one and the same in the same places. What tensors hold does not count, since kernels read it. So
 nothing here keeps a tensor, and those of a new function take the places of the old one's. A function that finds
-anything else (an object with attributes, a list) may do something else in the next call, and is traced in each.
+anything else (an object with attributes, a list) may do something else in the next call, and is traced in each. What
+torch itself is set to, such as whether gradients are recorded, is not looked at.
 """
 
 import functools
