@@ -40,6 +40,9 @@ SPILL_BOUND_ELSEWHERE = 64
 # Where lengths are data, a sequence's rows and lengths need registers too: 3.6.0 and 3.7.1 spill 56 bytes at most,
 # 3.8.0 none, 3.9.0 168.
 LENGTHS_SPILL_BOUND = {BETWEEN: 32, NEWEST: 192}
+# Of all that changes scores at once, with lengths that are data, 3.6.0 spills 264 bytes; with a softcap, a bias and
+# slopes 72, and of wide heads up to 96.
+ADDED_SPILL_BOUND = 320
 # Results in float32, with three warpgroups at d 64: 3.6.0 16 bytes, 3.8.0 8 and 3.9.0 104, which are read in steps by
 # so many instructions: the stores of out want more registers at once than the steps leave.
 FLOAT32_SPILL_BOUND = LENGTHS_SPILL_BOUND
@@ -120,6 +123,28 @@ def test_softcap_and_sinks_compile_within_registers_and_shared_memory(version):
     both = ["softcap", "sinks"]
     variants = ((64, both), (64, ["sinks"]), (128, ["softcap"]), (128, both), (256, both))
     check(version, [forward(d, options=options) for d, options in variants[:None if version == OLDEST else 1]])
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_bias_slopes_and_dropout_compile_without_a_spill(version):
+    wanted = [forward(128, options=["bias"]), forward(128, options=["seed"]), forward(64, options=["alibi_slopes"])]
+    if version == OLDEST:
+        wanted += [forward(64, options=["bias"]), forward(64, options=["seed"]), forward(128, options=["alibi_slopes"]),
+                   forward(128, options=["bias", "documents_q", "documents_k"])]
+        wanted.append(forward(128, options=["alibi_slopes"]) | {"mask": [None, None, "top_left"]})
+    for row in compile_aloud(version, wanted):
+        check_mma(row)
+        assert (row["stack"], row["in_steps"]) == (0, []), row
+
+
+def test_what_changes_scores_at_once_or_of_wide_heads_compiles_within_registers_and_shared_memory():
+    lengths = ["cu_seqlens_q", "cu_seqlens_k", "seqlens_q", "seqlens_k"]
+    wanted = [forward(256, options=["bias"]), forward(256, options=["seed"]),
+              forward(128, options=["bias", "softcap", "alibi_slopes"]),
+              forward(128, "shifted", options=[*lengths, "bias", "alibi_slopes", "seed"])]
+    for row in compile_aloud(OLDEST, wanted):
+        check_mma(row)
+        assert row["stack"] <= ADDED_SPILL_BOUND, row
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -13,6 +13,8 @@ CALLS = {
     "forward of packed sequences": {"kernel": "hopper_forward", "d": 40, "mask": FULL, "options": PACKED},
     "forward with a mask plan": {"kernel": "hopper_forward", "d": 128, "mask": CAUSAL,
                                  "options": ["documents_q", "documents_k", "sinks"]},
+    "forward with a bias, slopes and dropout": {"kernel": "hopper_forward", "d": 128, "mask": CAUSAL,
+                                                "options": ["bias", "alibi_slopes", "seed", "sinks"]},
     "backward with a mask plan": {"kernel": "hopper_backward", "d": 64, "mask": CAUSAL, "options": ["mask"]},
     "backward with a mask plan and a softcap": {"kernel": "hopper_backward", "d": 128, "mask": CAUSAL,
                                                 "options": ["mask", "softcap"]},
