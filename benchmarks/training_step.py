@@ -269,7 +269,16 @@ def append(rows: Sequence[Row], path: Path) -> None:
         writer.writerows(map(asdict, rows))
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(path: Path) -> str:
+    """Return a CSV's rows as Markdown."""
+    with path.open(newline="") as file:
+        read = csv.DictReader(file)
+        reads: dict[Any, Callable[[str], Any]] = {bool: "True".__eq__, int: int, float: float, str: str}
+        fields = {name: reads[field.type] for name, field in Row.__dataclass_fields__.items()}
+        return markdown([Row(**{name: fields[name](own) for name, own in record.items()}) for record in read])
+
+
+def markdown(rows: Sequence[Row]) -> str:
     """Return the rows as Markdown: milliseconds, tokens a second, and how many times as fast as SDPA."""
     lines = ["| workload | implementation | ms a step | tokens/s | over SDPA |", "|---|---|---:|---:|---:|"]
     sdpa = {row.workload: row.median_ms for row in rows if row.provider == SDPA}
@@ -315,7 +324,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.out is not None:
             append(own, options.out)  # a run that is cut short keeps what it has
         rows += own
-    print(table(rows))
+    print(markdown(rows))
 
 
 if __name__ == "__main__":

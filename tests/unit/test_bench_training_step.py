@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from compiled.compile_process import ROOT
+from tilewise.bench.provenance import provenance
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 try:
@@ -84,6 +85,15 @@ def test_packages_of_packed_sequences_get_the_tokens_that_are_no_padding(options
     relative = training_step.errors(got, wanted)
     assert max(relative.values()) < 1e-5
     assert int(told[0].sum()) == int(batch.real.sum())
+
+
+def test_a_table_is_made_of_the_rows_of_a_file(options, model, tmp_path):
+    cpu = torch.device("cpu")
+    rows = list(training_step.rows_of("packed", model, options, cpu, provenance(cpu, "")))
+    training_step.append(rows, tmp_path / "rows.csv")
+    made = training_step.table(tmp_path / "rows.csv")
+    assert made == training_step.markdown(rows)
+    assert f"| packed | sdpa | {next(row.median_ms for row in rows if row.provider == 'sdpa'):.1f} |" in made
 
 
 def test_a_wrong_step_is_not_timed(options, model, monkeypatch):
