@@ -76,7 +76,7 @@ def problem_of(lengths=(512, 512), heads=(4, 2), dims=(64, 64), mask=None, dtype
     problem_of(heads=(6, 1), b=1), problem_of(scores=ScoreOptions(sinks=SINKS)), problem_of(deterministic=True),
     problem_of(dims=(136, 128), deterministic=True), problem_of(dims=(256, 256), deterministic=True),
     problem_of(scores=ScoreOptions(softcap=30.0, sinks=SINKS)), problem_of(sequences=LENGTHS),
-    problem_of(scores=ScoreOptions(softcap=4096.0)),
+    problem_of(scores=ScoreOptions(softcap=1024.0)),
     problem_of((700, 900), b=1, mask=causal("bottom_right"), sequences=PACKED),
 ], ids=str)
 def test_plain_16_bit_calls_are_taken(problem):
@@ -171,9 +171,9 @@ def test_a_maximum_is_no_business_of_the_backward():
      FIRSTS + "0 and 88"),
     (problem_of((700, 512), mask=causal("bottom_right"), scores=DROPS).backward(lse_grad=False), FIRSTS + "188 and 0"),
     (problem_of(scores=ScoreOptions(max_logit=True)), "takes no max_logit"),
-    (problem_of(scores=ScoreOptions(softcap=5000.0)), "takes softcaps up to 4096, got 5000"),
+    (problem_of(scores=ScoreOptions(softcap=1025.0)), "takes softcaps up to 1024, got 1025"),
     (problem_of(scores=ScoreOptions(softcap=1e9)).backward(lse_grad=False),
-     "takes softcaps up to 4096, got 1e+09"),
+     "takes softcaps up to 1024, got 1e+09"),
     (problem_of((512, 0)), "needs a pair that is visible, got none"),
     (problem_of((512, 0), sequences=LENGTHS), "needs a pair that is visible, got none"),
     (problem_of((0, 512), b=1, sequences=PACKED), "needs a pair that is visible, got none"),

@@ -20,7 +20,7 @@ from tilewise.kernels.triton.arguments import Modifiers
 from tilewise.kernels.triton.launch import Launch, modifiers_of
 from tilewise.kernels.triton.operand_gradients import OperandGradients
 from tilewise.problem import AttentionProblem, Sizes, alignment_of, are_aligned, dense_strides
-from tilewise.problem.options import DRAW_SPAN, LARGE_SOFTCAP, NO_OPERANDS, NO_OPTIONS, Operands, is_large_softcap
+from tilewise.problem.options import DRAW_SPAN, LARGE_SOFTCAP, NO_OPERANDS, NO_OPTIONS, Operands
 from tilewise.support.caches import registered
 from tilewise.tuning.device import device_spec
 from tilewise.tuning.select import (
@@ -34,6 +34,8 @@ from tilewise.tuning.select import (
 if TYPE_CHECKING:
     from tilewise.kernels.triton.mask_plan import MaskPlanner
 
+# tanh errs by up to 2^-21 near 0, four times as much as Triton's (softmax.cap).
+LARGEST_SOFTCAP = LARGE_SOFTCAP / 4
 WIDEST = 256
 WIDEST_WITH_EVERY_OPTION = 128  # in the backward pass: the kernels of wider heads lack some options
 _EVERY = Needs()
@@ -300,9 +302,10 @@ def _wrong_scores(problem: AttentionProblem) -> str | None:
     if plain != NO_OPTIONS:
         taken = "bias, ALiBi, softcap" if problem.direction == "forward" else "softcap"
         return f"takes {taken}, sinks and dropout and nothing else that changes scores, got {problem.scores}"
-    if is_large_softcap(problem.scores.softcap):
-        return f"takes softcaps up to {LARGE_SOFTCAP:g}, got {problem.scores.softcap:g}"
-    if problem.is_empty or not problem.sk:  # lengths that are data may not be known to be 0, but the tensors' are
+    if problem.scores.softcap is not None and problem.scores.softcap > LARGEST_SOFTCAP:
+        return f"takes softcaps up to {LARGEST_SOFTCAP:g}, got {problem.scores.softcap:g}"
+    # Lengths that are data may not be known to be 0, but the tensors' are.
+    if problem.is_empty or not (problem.sk and problem.pairs[0]):
         return "needs a pair that is visible, got none"
     # A tile of either begins there; in the forward pass those of queries begin with the first of all.
     firsts = problem.seeing_queries.start if problem.direction == "backward" else 0, problem.seen_keys.start

@@ -148,6 +148,8 @@ def _kernel_config(problem: AttentionProblem, config: HopperForwardConfig, sched
 
     (d_chunks, dv_chunks), (columns, out_slots) = config.head_dim_chunks(problem), config.out_buffers(problem)
     lower, upper, count, is_shifted = bounds_of(problem)
+    if count is not None and problem.scores.alibi_slopes is not None:  # distances count from the diagonal, too
+        is_shifted = problem.mask.alignment == "bottom_right"
     splits = 0 if schedule.split_kv is None else 2 if schedule.split_kv.whole > 0 else 1
     return Config(
         PACK_GQA=schedule.pack_gqa, D=d_chunks, DV=dv_chunks, OUT=columns, OUT_SLOTS=out_slots, BLOCK_N=config.block_n,
