@@ -51,15 +51,15 @@ FLOAT32_SPILLS_IN_STEPS = MappingProxyType({BETWEEN: 1, NEWEST: 71})
 # 3.9.0 248.
 BACKWARD_SPILL_BOUND = {NEWEST: 280}
 BACKWARD_SPILL_BOUND_ELSEWHERE = 208
-# Lengths that are data with a softcap, d 128: 3.6.0 and 3.7.1 240 bytes, 3.8.0 224, 3.9.0 360.
+# Lengths that are data with a softcap, d 128: 3.6.0 296 bytes, 3.8.0 224, 3.9.0 360.
 BACKWARD_LENGTHS_SPILL_BOUND = {NEWEST: 392}
-BACKWARD_LENGTHS_SPILL_BOUND_ELSEWHERE = 256
-# Where pairs are dropped, d 128: 3.6.0 384 bytes, 3.8.0 360, 3.9.0 424; with a softcap and lengths that are data 568,
-# 416 and 608.
+BACKWARD_LENGTHS_SPILL_BOUND_ELSEWHERE = 312
+# Where pairs are dropped, d 128: 3.6.0 384 bytes, 3.8.0 360, 3.9.0 424; with a softcap and lengths that are data 472,
+# 408 and 648.
 BACKWARD_DROPOUT_SPILL_BOUND = {NEWEST: 456}
 BACKWARD_DROPOUT_SPILL_BOUND_ELSEWHERE = 416
-DROPOUT_OF_ALL_SPILL_BOUND = {BETWEEN: 448}
-DROPOUT_OF_ALL_SPILL_BOUND_ELSEWHERE = 640
+DROPOUT_OF_ALL_SPILL_BOUND = {BETWEEN: 448, NEWEST: 672}
+DROPOUT_OF_ALL_SPILL_BOUND_ELSEWHERE = 496
 # The sum of a bias's gradient: 3.6.0 none, but 40 bytes of a float32 bias and 64 where rows are not cut at 16 bytes;
 # 3.8.0 32 and 3.9.0 80 bytes of a float32 bias.
 DBIAS_SPILL_BOUND = {BETWEEN: 64, NEWEST: 96}

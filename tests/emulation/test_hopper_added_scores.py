@@ -111,7 +111,8 @@ def test_of_packed_sequences_each_has_its_own_bias_slopes_and_draws(mask):
     """Of lengths that differ, so that a diagonal through the last query and key is another one in each."""
     lengths_q, lengths_k = (120, 0, 180), (300, 40, 90)
     borders = [torch.tensor([0, *itertools.accumulate(own)], dtype=torch.int32) for own in (lengths_q, lengths_k)]
-    operands = Operands(bias=bias_of((3, 4, 180, 300)), alibi_slopes=torch.tensor([[0.5, 0.0, 0.1, 0.02]]) * torch.tensor(
-        [[1.0], [2.0], [3.0]]), seed=torch.tensor([11]), cu_seqlens_q=borders[0], cu_seqlens_k=borders[1])
+    slopes = torch.tensor([[0.5, 0.0, 0.1, 0.02]]) * torch.tensor([[1.0], [2.0], [3.0]])
+    operands = Operands(bias=bias_of((3, 4, 180, 300)), alibi_slopes=slopes, seed=torch.tensor([11]),
+                        cu_seqlens_q=borders[0], cu_seqlens_k=borders[1])
     settings = NO_SETTINGS._replace(dropout_p=0.25, longest=(180, 300))
     hold(operands, TWO, borders, mask=mask, sizes=(300, 430), b=1, settings=settings)

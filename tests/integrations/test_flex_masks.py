@@ -361,6 +361,42 @@ def test_masks_of_other_sizes_raise():
         traced_mask(DOCUMENTS)
 
 
+def test_a_mask_whose_lengths_are_set_anew_has_lists_of_these():
+    """A part of the last block: its lists would reach past the keys."""
+    mask = create_block_mask(causal, None, None, 256, 256, device="cpu")
+    given = inputs(256, 256)
+    flex_attention(*given, block_mask=mask)
+    mask.seq_lengths = (200, 200)
+    shorter = [tensor[:, :, :200] for tensor in given]
+    close(flex_attention(*shorter, block_mask=mask), dense(*shorter, visible_to(causal, 200, 200))[0])
+    assert flex_masks._TRANSLATED[mask][2] is not flex_masks._translated(mask)
+    assert flex_masks._TRANSLATED[mask][1] == (200, 200)
+
+
+def test_ids_of_inference_mode_serve_training():
+    with torch.inference_mode():
+        ids = DOCUMENTS.clone()
+    leaves = [tensor.requires_grad_() for tensor in inputs()]
+    mask = create_block_mask(lambda b, h, q, k: ids[q] == ids[k], None, None, SQ, SK, device="cpu")
+    with pytest.warns(RuntimeWarning, match="made in inference mode"):
+        out = flex_attention(*leaves, block_mask=mask)
+    close(out.detach(), dense(*(leaf.detach() for leaf in leaves), visible_to(mask.mask_mod))[0])
+    assert torch.autograd.grad(out.sum(), leaves[2])[0].any()
+
+
+def test_numbers_that_wrap_are_divided_as_torch_divides_them():
+    """A hash of positions, which have 32 bits, passes 2^31, and its remainder is that of a negative number."""
+    def hashed(b, h, q, k):
+        return (q * 73856093 + k * 19349663) % 100 < 30
+
+    given, (rows, columns) = inputs(), (torch.arange(length, dtype=torch.int32) for length in (SQ, SK))
+    states = torch.ones(2, 3, dtype=torch.int32)  # all blocks are asked
+    mask = of_states(states, (128, 128), (SQ, SK), hashed)
+    for backend in ("reference", "triton"):
+        close(attention(*given, mask=traced_mask(mask), backend=backend),
+              dense(*given, hashed(0, 0, rows[:, None], columns))[0])
+
+
 def test_a_mask_mod_without_weak_references_serves_a_call():
     class Slotted:
         __slots__ = ()

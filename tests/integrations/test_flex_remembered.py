@@ -119,6 +119,63 @@ def test_what_may_change_unseen_is_traced_in_each_call(traces, holder, monkeypat
     assert len(traces) == 2
 
 
+def of_attribute():
+    def mod(score, b, h, q, k):
+        return score * mod.factor
+
+    mod.factor = 2.0
+    return mod, lambda: setattr(mod, "factor", 5.0)
+
+
+def of_import():
+    def mod(score, b, h, q, k):
+        from integrations import test_flex_remembered as settings
+        return score * settings.FACTOR
+
+    return mod, None
+
+
+def of_globals():
+    return (lambda score, b, h, q, k: score * globals()["FACTOR"]), None
+
+
+@pytest.mark.parametrize("make", [of_attribute, of_import, of_globals])
+def test_what_no_closure_or_global_name_shows_is_read_in_each_call(traces, make, monkeypatch):
+    mod, change = make()
+    before = out_of(mod)
+    if change is None:
+        monkeypatch.setattr(sys.modules[mod.__module__], "FACTOR", 5.0)
+        monkeypatch.setattr("integrations.test_flex_remembered.FACTOR", 5.0)
+    else:
+        change()
+    assert not torch.equal(out_of(mod), before)
+
+
+def test_a_function_that_says_it_is_torchs_is_looked_at(traces):
+    """As one does that was made by functools.wraps of one of torch's."""
+    factor = 2.0
+
+    @functools.wraps(torch.nn.functional.softplus)
+    def helper(score):
+        return score * factor
+
+    before = out_of(lambda score, b, h, q, k: helper(score))
+    factor = 5.0
+    assert not torch.equal(out_of(lambda score, b, h, q, k: helper(score)), before)
+
+
+def test_a_number_that_a_tensor_has_as_an_attribute_is_read_in_each_call(traces):
+    table = torch.arange(4.0)
+    table.factor = 2.0
+
+    def mod(score, b, h, q, k):
+        return score * table.factor + table[h]
+
+    before = out_of(mod)
+    table.factor = 5.0
+    assert not torch.equal(out_of(mod), before)
+
+
 @pytest.mark.parametrize("ask", [lambda tensor: tensor.item(), lambda tensor: float(tensor), lambda tensor: tensor * 2,
                                  lambda tensor: 3.0 if tensor > 2 else 1.0], ids=["item", "float", "product", "truth"])
 def test_what_a_tensor_holds_is_asked_in_each_call(traces, ask):

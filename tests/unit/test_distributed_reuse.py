@@ -145,12 +145,32 @@ def test_an_entry_goes_with_its_tensor_and_the_oldest_goes_first():
     assert len(cache) == 0
 
 
-def test_nothing_is_kept_of_tensors_without_a_version():
-    cache = TensorCache(2)
+def test_nothing_is_kept_of_tensors_without_a_version_nor_of_what_is_made_in_inference_mode():
+    cache, plain = TensorCache(2), torch.zeros(2)
     with torch.inference_mode():
         tensor = torch.zeros(2)
+        assert [cache.get((plain,), "key", lambda number=number: number) for number in (1, 2)] == [1, 2]
     assert [cache.get((tensor,), "key", lambda number=number: number) for number in (1, 2)] == [1, 2]
     assert len(cache) == 0
+
+
+def test_what_is_written_past_autograd_is_seen_on_the_host():
+    """As broadcast writes what it receives: the version stays."""
+    cache, tensor = TensorCache(2), torch.zeros(2)
+    assert [cache.get((tensor,), "key", lambda number=number: number) for number in (1, 2)] == [1, 1]
+    tensor.numpy()[0] = 3.0
+    assert tensor._version == 0
+    assert cache.get((tensor,), "key", lambda: 3) == 3
+
+
+def test_documents_with_a_bias_beside_them_are_not_packed_as_they_are_without_one():
+    """One mask, of which a plan of packed sequences is known; a bias is read at positions in front of all of it."""
+    layout, ids = named_layout("contiguous", LENGTH, RANKS), torch.arange(LENGTH) // 16
+    mask = CAUSAL & tw.documents(ids)
+    for _ in range(2):
+        for bias, packs in ((None, True), (torch.zeros(1, 4, layout.shard_length(1), LENGTH), False)):
+            given = arguments.arguments_of(given_of(layout, mask=mask, bias=bias), 1, RANKS)
+            assert call_plan.call_plan("ring", given, 1).packs_documents == packs
 
 
 def test_a_message_that_the_next_step_sends_too_is_packed_once(counted, monkeypatch):

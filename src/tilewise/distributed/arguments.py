@@ -73,11 +73,15 @@ class Arguments:
     sources: tuple[torch.Tensor | None, ...] = ()
 
     @property
-    def merges(self) -> bool:
-        """Whether blocks may become one: there is no operand of the pairs."""
+    def has_operands_of_pairs(self) -> bool:
+        """Whether a bias, a boolean mask or slopes say something of each pair of positions."""
         operands = self.operands
-        of_pairs = (operands.bias, operands.mask, operands.alibi_slopes, self.documents)
-        return all(own is None for own in of_pairs) and not self.options.dropout_p
+        return any(own is not None for own in (operands.bias, operands.mask, operands.alibi_slopes))
+
+    @property
+    def merges(self) -> bool:
+        """Whether blocks may become one: nothing is said of each pair."""
+        return not self.has_operands_of_pairs and self.documents is None and not self.options.dropout_p
 
     @property
     def problem(self) -> Problem:

@@ -50,7 +50,8 @@ def call_plan(name: str, arguments: Arguments, rank: int) -> CallPlan:
     groups = 1 if arguments.options.dropout_p else groups_of(arguments.k.shape[1])
     device = arguments.q.device
     key = (name, rank, groups, arguments.queries, arguments.keys, arguments.mask, arguments.merges,
-           arguments.k.shape[1], arguments.step, arguments.options.backend, device, stream_of(device))
+           arguments.has_operands_of_pairs, arguments.q.shape[0], arguments.k.shape[1], arguments.step,
+           arguments.options.backend, device, stream_of(device))
     plan = _plans.get(arguments.sources, key, lambda: _made(name, arguments, rank, groups))
     return replace(plan, tensors=BlockTensors(device)) if is_capturing(device) else plan
 
@@ -74,11 +75,10 @@ def document_sequences(arguments: Arguments) -> tuple[tuple[int, int, int, int],
     None where they are none: several batch entries, documents that do not stand together, a mask that counts positions
     from the front of all, operands of the pairs, or a named backend that might take no packed sequences.
     """
-    mask, documents, operands = arguments.mask, arguments.documents, arguments.operands
+    mask, documents = arguments.mask, arguments.documents
     if (documents is None or arguments.q.shape[0] != 1 or mask.has_exceptions or arguments.options.dropout_p
             or (mask.is_bounded and mask.offset(arguments.queries.length, arguments.keys.length) != 0)
-            or any(own is not None for own in (operands.bias, operands.mask, operands.alibi_slopes))
-            or arguments.options.backend not in (None, "triton", "reference")):
+            or arguments.has_operands_of_pairs or arguments.options.backend not in (None, "triton", "reference")):
         return None
     of_queries, of_keys = documents
     if of_queries.shape != of_keys.shape or len(of_queries) != 1 or not torch.equal(of_queries, of_keys):
@@ -87,5 +87,3 @@ def document_sequences(arguments: Arguments) -> tuple[tuple[int, int, int, int],
     if len(numbers.unique()) != len(numbers):
         return None
     return tuple([(*own, *own) for own in pairwise([0, *lengths.cumsum(0).tolist()])])
-
-

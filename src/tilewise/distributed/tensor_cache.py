@@ -23,19 +23,27 @@ def is_capturing(device: torch.device) -> bool:
 
 
 class _Kept(NamedTuple):
-    """What was made, of which tensors, and what they were then: version counters and addresses."""
+    """What was made, of which tensors, and what they were then: version counters and addresses, on the host values."""
 
     tensors: tuple["ref[torch.Tensor] | None", ...]
     state: tuple[tuple[int, int] | None, ...]
+    values: tuple[torch.Tensor | None, ...]
     made: Any
+
+    def serves(self, tensors: Sequence[torch.Tensor | None], state: tuple[tuple[int, int] | None, ...]) -> bool:
+        """Whether these tensors are the same, and have not changed."""
+        return self.state == state and all(
+            (kept is None or kept() is own) and (value is None or own is None or torch.equal(value, own))
+            for kept, value, own in zip(self.tensors, self.values, tensors, strict=True))
 
 
 class TensorCache:
-    """A cache by the identity of tensors; nobody reads their values to look something up.
+    """A cache by the identity of tensors; no value on a GPU is read to look something up.
 
-    An entry serves while its tensors are the same objects, at the same address and of the same version, which every
-    change in place raises; it goes with the first of them that is freed. What is written past autograd (through
-    ``.data`` or memory that NumPy shares) raises no version.
+    An entry serves while its tensors are the same objects, at the same address and of the same version, which a change
+    in place raises, and on the host hold the same values; it goes with the first of them that is freed. What is written
+    past autograd (through ``.data``, or by a collective such as ``broadcast``) raises no version, and is seen on the
+    host alone.
 
     Args:
         size: entries; the one that was not used for the longest time goes first.
@@ -52,19 +60,21 @@ class TensorCache:
     def get(self, tensors: Sequence[torch.Tensor | None], key: Hashable, make: Callable[[], Made]) -> Made:
         """Return what was made of these tensors under this key, or make and keep it.
 
-        Tensors of inference mode have no version: what is made of them is not kept. What is made must hold none of the
+        Tensors of inference mode have no version: what is made of them is not kept, nor what is made in that mode,
+        which no gradient may be kept beside. What is made must hold none of the
         tensors, nor a view of one, or its entry would stay when they are no longer used.
         """
-        if any(tensor is not None and tensor.is_inference() for tensor in tensors):
+        is_inference = (tensor.is_inference() for tensor in tensors if tensor is not None)
+        if torch.is_inference_mode_enabled() or any(is_inference):
             return make()
         name = (tuple([None if tensor is None else id(tensor) for tensor in tensors]), key)
         state = tuple([None if tensor is None else (tensor._version, tensor.data_ptr()) for tensor in tensors])
         kept = self._entries.pop(name, None)
-        if kept is None or kept.state != state or any(
-                own is not None and own() is not tensor for own, tensor in zip(kept.tensors, tensors, strict=True)):
+        if kept is None or not kept.serves(tensors, state):
             made = make()
+            values = tuple([own.clone() if own is not None and own.device.type == "cpu" else None for own in tensors])
             kept = _Kept(tuple([None if tensor is None else ref(tensor, lambda _: self._forget(name))
-                                for tensor in tensors]), state, made)
+                                for tensor in tensors]), state, values, made)
         self._entries[name] = kept
         if len(self._entries) > self._size:
             self._forget(next(iter(self._entries)))

@@ -69,8 +69,8 @@ def flex_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
             :class:`tilewise.functions.ScoreFunction`; or None.
         block_mask: a ``BlockMask``, a mask of tilewise's, or None. The lists of a ``BlockMask`` are read at its first
             call, tensors that its mask_mod reads in each one, as :func:`traced_mask` has it. What a mask_mod does that
-            is not taken there, a RuntimeWarning names: it is then evaluated at the first call, for all pairs, and so it
-            is inside of torch.compile, where the result of :func:`traced_mask` may be passed instead.
+            is not taken there, a RuntimeWarning names: it is then evaluated at the first call, for all pairs. Inside of
+            torch.compile one that is new is evaluated in every run; pass the result of :func:`traced_mask` instead.
         scale: None = 1/sqrt(d).
         enable_gqa: allow hq to be a multiple of hk.
         return_lse: return (out, lse).

@@ -29,7 +29,7 @@ from tilewise.masks.tile_lists import TILE, listed
 FROM_THE_FIRST = window(None, None, "top_left")  # hides nothing: distances are those of indices
 _PARTIAL, _FULL = 1, 2
 # Of each BlockMask the mask_mod that it had, and its mask.
-_TRANSLATED: WeakKeyDictionary[Any, tuple[Callable[[], Any], TensorMask]] = WeakKeyDictionary()
+_TRANSLATED: WeakKeyDictionary[Any, tuple[Callable[[], Any], tuple[int, ...], TensorMask]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,22 +79,24 @@ def traced_mask(block_mask: Any, *, copied: bool = False) -> TensorMask:
 
 
 def mask_of(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> TensorMask:
-    """Translate a BlockMask for a call; made at its first one, and kept as long as it lives with the same mask_mod.
+    """Translate a BlockMask for a call; made at its first one, and kept while mask_mod and seq_lengths are the same.
+
+    What mask_mod finds outside of itself is looked at in that call; its tensors are read in each.
 
     Raises:
         InvalidInput: it is of other lengths, batch entries or heads than query and key.
     """
     check_block_mask(block_mask)
     _check_sizes(block_mask, query, key)
-    mod, made = _TRANSLATED.get(block_mask, (None, None))
-    if mod is not None and made is not None and mod() is block_mask.mask_mod:
-        return made
+    kept = _TRANSLATED.get(block_mask)
+    if kept is not None and kept[0]() is block_mask.mask_mod and kept[1] == tuple(block_mask.seq_lengths):
+        return kept[2]
     if torch.compiler.is_compiling():  # which cannot follow what makes a function
         return _evaluated(block_mask)
     with torch.inference_mode(False):  # a later call may want gradients
         made = _translated(block_mask)
     with contextlib.suppress(TypeError):  # of a mask_mod that has no weak references, it is made in each call
-        _TRANSLATED[block_mask] = weakref.ref(block_mask.mask_mod), made
+        _TRANSLATED[block_mask] = weakref.ref(block_mask.mask_mod), tuple(block_mask.seq_lengths), made
     return made
 
 
@@ -141,6 +143,8 @@ def _traced(block_mask: Any, copied: bool = False) -> TensorMask:
     if copied:
         tensors = tuple([tensor.detach().to(states.device, copy=True).contiguous() for tensor in tensors])
     for tensor in tensors:
+        if tensor.is_inference():
+            raise Untraceable("a tensor that was made in inference mode, which no gradient can be kept beside")
         if tensor.device != states.device or not tensor.is_contiguous():
             raise Untraceable(f"a tensor of shape {tuple(tensor.shape)} on {tensor.device}"
                               + ("" if tensor.is_contiguous() else " that is not contiguous"))

@@ -4,10 +4,11 @@ Two functions are alike where they have the same code, and all that it finds out
 globals) is alike: numbers and strings are equal, functions are alike in turn, and tensors have the same shapes, dtypes
 and devices, and are one and the same in the same places. What tensors hold does not count, since kernels read it. So
 nothing here keeps a tensor, and those of a new function take the places of the old one's. A function that finds
-anything else (an object with attributes, a list) may do something else in the next call, and is traced in each. What
-torch itself is set to, such as whether gradients are recorded, is not looked at.
+anything else (an object with attributes, a list, a module that it imports) may do something else in the next call, and
+is traced in each. What torch itself is set to, such as whether gradients are recorded, is not looked at.
 """
 
+import dis
 import functools
 import types
 from collections.abc import Callable, Hashable
@@ -20,6 +21,7 @@ from tilewise.support.caches import registered
 MOST = 256  # functions that are remembered
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
 _MODULES = ("torch", "math", "operator", "builtins")  # what these hold does not change
+_READERS = {"eval", "exec", "globals", "locals", "vars", "__import__"}  # of names that no code shows
 _Formula = TypeVar("_Formula")
 _Tensors = tuple[torch.Tensor, ...]
 
@@ -95,6 +97,8 @@ class _Surroundings:
             raise _Unknown
 
     def _add_tensor(self, value: torch.Tensor) -> None:
+        if value.__dict__ or type(value) not in (torch.Tensor, torch.nn.Parameter):
+            raise _Unknown
         place = next((i for i, own in enumerate(self.tensors) if own is value), len(self.tensors))
         if place == len(self.tensors):
             self.tensors.append(value)
@@ -105,6 +109,9 @@ class _Surroundings:
         self.parts += [types.FunctionType, place]
         if place < len(self.functions):
             return
+        is_fixed = _root(value.__globals__.get("__name__") or "") in _MODULES
+        if not is_fixed and (value.__dict__ or _looks_elsewhere(value.__code__)):
+            raise _Unknown
         self.functions.append(value)
         self.parts.append(value.__code__)
         self.add(value.__defaults__)
@@ -113,7 +120,7 @@ class _Surroundings:
             self.add(tuple([cell.cell_contents for cell in value.__closure__ or ()]))
         except ValueError:  # a cell that has no value yet
             raise _Unknown from None
-        if _root(value.__module__ or "") in _MODULES:
+        if is_fixed:
             return
         for name in _names(value.__code__):
             if name in value.__globals__:
@@ -135,6 +142,15 @@ def _names(code: types.CodeType) -> tuple[str, ...]:
     """Return what a code may ask its module for, that of the functions inside of it included."""
     inner = [own for own in code.co_consts if isinstance(own, types.CodeType)]
     return (*code.co_names, *(name for own in inner for name in _names(own)))
+
+
+@registered
+@functools.lru_cache(maxsize=1024)
+def _looks_elsewhere(code: types.CodeType) -> bool:
+    """Whether a code, or a function inside of it, imports a module that may change, or reads names that it makes."""
+    imported = (step.argval for step in dis.get_instructions(code) if step.opname == "IMPORT_NAME")
+    return (any(_root(name) not in _MODULES for name in imported) or not _READERS.isdisjoint(code.co_names)
+            or any(_looks_elsewhere(own) for own in code.co_consts if isinstance(own, types.CodeType)))
 
 
 def _root(module: str) -> str:

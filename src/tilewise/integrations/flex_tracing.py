@@ -131,9 +131,9 @@ class _Text:
             return True
         if does == "mod":  # which has the divisor's sign
             return self._is_natural(arguments[1])
-        if does == "cast" and symbol.dtype not in (torch.int32, torch.int64):  # narrower ones wrap
+        if does == "cast" and symbol.dtype != torch.int64:  # a narrower one may wrap
             return False
-        return does in ("add", "mul", "floordiv", "cast") and all(map(self._is_natural, arguments))
+        return does in ("floordiv", "cast") and all(map(self._is_natural, arguments))  # sums and products may wrap
 
     def _operate(self, name: str, symbol: Symbol) -> None:
         operation, arguments = OPERATIONS[symbol.does], symbol.arguments

@@ -290,7 +290,8 @@ def _of_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[
 @lru_cache(maxsize=64)
 def _whole_borders(borders: tuple[int, ...], ranks: int) -> torch.Tensor:
     """Return cu_seqlens of all ranks' rows: one tensor for all layers, by which their plan is found."""
-    return torch.tensor(borders, dtype=torch.int64) * ranks
+    with torch.inference_mode(False):  # what is made of a tensor of that mode is not kept
+        return torch.tensor(borders, dtype=torch.int64, device="cpu") * ranks
 
 
 @registered
