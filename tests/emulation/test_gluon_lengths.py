@@ -139,7 +139,7 @@ def test_every_row_of_packed_sequences_is_in_one_tile_and_tiles_know_their_seque
     written = Counter()
     for tile, row_k in located(order, band, operands, shape):
         first, head, batch, row_q, rows, sq, *_ = tile
-        assert batch == 0
+        assert batch in range(len(sequences.rows[0])) or not sequences.rows[0], "no sequence at all is refused"
         assert first % (ROWS * CONFIG.consumers) == 0
         written.update((head, row_q + row) for row in range(first, min(rows, first + ROWS * CONFIG.consumers)))
         if row_q == sequences.borders[0][-1] and sq == 0:
@@ -149,6 +149,7 @@ def test_every_row_of_packed_sequences_is_in_one_tile_and_tiles_know_their_seque
         assert sq == sequences.lengths(sequence)[0]
         if sequences.rows[0].count(rows) == 1:
             assert row_k == sequences.borders[1][sequence]
+            assert batch == sequence
     assert written == Counter((head, row) for head in range(2) for row in range(sequences.totals[0]))
 
 

@@ -168,7 +168,7 @@ def test_values_that_are_not_finite_reach_what_they_reach_with_online_softmax(mo
             torch.testing.assert_close(own, other, rtol=4e-3, atol=4e-3, equal_nan=True)
 
 
-def test_the_maximum_is_frozen_where_keys_are_many_and_only_an_upper_bound_or_sinks_change_scores(monkeypatch):
+def test_the_maximum_is_frozen_where_keys_are_many_and_no_lower_bound_hides_the_first_ones(monkeypatch):
     monkeypatch.undo()
     plain = problem_of(d=64)
     lengths = Sequences(seqlens_q=OperandSpec((1,), (1,), torch.int32))
@@ -178,6 +178,6 @@ def test_the_maximum_is_frozen_where_keys_are_many_and_only_an_upper_bound_or_si
             (problem_of(mask=window(None, 7)), TWO, True), (replace(plain, scores=sinks), TWO, True),
             (problem_of(d=256), WIDE, True), (problem_of(100, 512), TWO, True), (problem_of(4096, 511), TWO, False),
             (problem_of(mask=window(9, 0)), TWO, False), (problem_of(mask=window(9, None)), TWO, False),
-            (replace(plain, scores=ScoreOptions(softcap=30.0)), TWO, False),
+            (replace(plain, scores=ScoreOptions(softcap=30.0)), TWO, True),
             (replace(plain, sequences=lengths), TWO, False), (plain, HopperForwardConfig(64, 1), False)):
         assert scalars_of(problem, config)[2].FROZEN_MAX is is_steady

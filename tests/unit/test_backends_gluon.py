@@ -177,6 +177,8 @@ def test_a_maximum_is_no_business_of_the_backward():
     (problem_of((512, 0)), "needs a pair that is visible, got none"),
     (problem_of((512, 0), sequences=LENGTHS), "needs a pair that is visible, got none"),
     (problem_of((0, 512), b=1, sequences=PACKED), "needs a pair that is visible, got none"),
+    (problem_of((512, 512), b=1, sequences=Sequences(0, *[OperandSpec((1,), (1,), torch.int32)] * 2)),
+     "needs a pair that is visible, got none"),
     (problem_of(aligned=False), "needs q, k and v at addresses that are multiples of 16 bytes"),
     (problem_of(dims=(36, 64)), "needs a last stride of 1 and the others positive multiples of 8 elements, got q with "
                                 "(73728, 36, 144, 1)"),
