@@ -37,7 +37,7 @@ class Family:
 
     @property
     def passes(self) -> tuple[str, ...]:
-        """The directions of the rows that the family is judged by."""
+        """The directions of the rows that count for the family."""
         return ("forward_backward",) if self.on_host else self.directions
 
 
