@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tilewise.bench.families import FAMILIES, Family, family_of
 from tilewise.bench.plots import label
+from tilewise.bench.providers import is_ours
 from tilewise.bench.report import NOT_MEASURED, Comparison, caption, comparisons, describe
 from tilewise.bench.rows import Row, read_rows
 from tilewise.bench.standing import Standing, fastest_peer
@@ -27,10 +28,16 @@ def table(path: Path) -> str:
     if not path.is_file():
         return ""
     rows = read_rows(path)
-    lines = ["## By family", "", _SAID, "", caption(rows), "",
+    lines = ["## By family", "", f"{_SAID} {_timed_beside(rows)}", "", caption(rows), "",
              f"| {' | '.join(_COLUMNS)} |", "|---|---|---:|---:|---:|---|---|"]
     lines += [line_of(family, direction, rows) for family in FAMILIES.values() for direction in family.passes]
     return "\n".join(lines)
+
+
+def _timed_beside(rows: Sequence[Row]) -> str:
+    """Say which other libraries have a time in some cell."""
+    names = dict.fromkeys(label(row.provider) for row in rows if row.ms_p50 is not None and not is_ours(row.provider))
+    return f"Timed beside tilewise: {', '.join(names) or 'nothing'}."
 
 
 def line_of(family: Family, direction: str, rows: Sequence[Row]) -> str:

@@ -112,6 +112,12 @@ def test_a_family_is_held_against_the_fastest_other_library_of_each_cell(tmp_pat
     assert line_of("few-keys", "backward", lines).startswith("| few-keys | backward | 1 | 0.500 | 0.500 |")
 
 
+def test_the_section_names_the_libraries_that_have_a_time(tmp_path):
+    lines = table_of(rows_of("bias", 512, "backward", tilewise=2.0, sdpa_cudnn=1.0, sdpa_flash=None, flash_attn4=3.0),
+                     tmp_path)
+    assert lines[2].endswith("Timed beside tilewise: cuDNN (torch SDPA), FlashAttention-4.")
+
+
 def test_a_cell_without_a_time_of_both_is_told_and_a_family_without_rows_too(tmp_path):
     lines = table_of(rows_of("softcap-d256", 512, tilewise=2.0, flash_attn4=3.0)
                      + rows_of("softcap-d256", 1024, tilewise=2.0, flash_attn4=None)
