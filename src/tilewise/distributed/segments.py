@@ -1,10 +1,11 @@
 """Which part of a result is the first of its rows, and which the last: the one is taken, the other rounds the sum."""
 
+from bisect import insort
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from tilewise.distributed.steps import Block, Step
+from tilewise.distributed.steps import Step
 from tilewise.masks import Span
 
 
@@ -35,36 +36,49 @@ class Segments(NamedTuple):
     idle: tuple[tuple[Span, Span], ...]
 
 
+class _Run(NamedTuple):
+    """Rows of a block that follow one another: its step, its number there, and what leads from them to its results."""
+
+    step: int
+    block: int
+    shift: int
+
+
 def segments_of(steps: Sequence[Step], rows: int) -> Segments:
     """Return the segments of the blocks of steps, which have the same heads or none in common, of so many rows."""
-    touched: dict[Span, list[tuple[int, int, Span]]] = {}
-    for step_number, step in enumerate(steps):
-        of_heads = touched.setdefault(step.heads, [])
-        of_heads += [(step_number, number, run) for number, block in enumerate(step.blocks)
-                     for run in block.query_runs]
     found: dict[tuple[int, int], list[Segment]] = {}
     idle = []
-    for heads, calls in touched.items():
-        ends = sorted({0, rows, *(end for *_, run in calls for end in (run.start, run.stop))})
-        for start, stop in pairwise(ends):
-            blocks = [(step, block) for step, block, run in calls if run.start <= start and stop <= run.stop]
-            for place in blocks:
-                found.setdefault(place, []).append(_segment(steps[place[0]].blocks[place[1]], Span(start, stop), (
-                    place == blocks[0], place == blocks[-1])))
-            if not blocks:
+    for heads, (begins, ends) in _borders(steps).items():
+        active: list[_Run] = []
+        for start, stop in pairwise(sorted({0, rows, *begins, *ends})):
+            for run in ends.get(start, ()):
+                active.remove(run)
+            for run in begins.get(start, ()):
+                insort(active, run)
+            for run in active:
+                found.setdefault((run.step, run.block), []).append(
+                    Segment(Span(start, stop), Span(start + run.shift, stop + run.shift), run == active[0],
+                            run == active[-1]))
+            if not active:
                 idle.append((heads, Span(start, stop)))
     return Segments(tuple([tuple([_joined(found.get((number, block), ())) for block in range(len(step.blocks))])
                            for number, step in enumerate(steps)]), tuple(idle))
 
 
-def _segment(block: Block, rows: Span, flags: tuple[bool, bool]) -> Segment:
-    ahead = 0
-    for run in block.query_runs:
-        if run.start <= rows.start < run.stop:
-            ahead += rows.start - run.start
-            break
-        ahead += len(run)
-    return Segment(rows, Span(ahead, ahead + len(rows)), *flags)
+def _borders(steps: Sequence[Step]) -> dict[Span, tuple[dict[int, list[_Run]], dict[int, list[_Run]]]]:
+    """Return which runs begin at a row, and which end there, of each step's heads."""
+    found: dict[Span, tuple[dict[int, list[_Run]], dict[int, list[_Run]]]] = {}
+    for step_number, step in enumerate(steps):
+        begins, ends = found.setdefault(step.heads, ({}, {}))
+        for number, block in enumerate(step.blocks):
+            before = 0
+            for run in block.query_runs:
+                if run:
+                    own = _Run(step_number, number, before - run.start)
+                    begins.setdefault(run.start, []).append(own)
+                    ends.setdefault(run.stop, []).append(own)
+                    before += len(run)
+    return found
 
 
 def _joined(segments: Iterable[Segment]) -> tuple[Segment, ...]:
