@@ -52,25 +52,37 @@ def environment(version):
     return os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(paths)}
 
 
-# Under which keys a process looks up the kernels of a call, one after another in an order.
+# Under which keys processes look up the kernels of a call, one after another in the orders that arguments name. Each is
+# forked when no kernel has been looked up.
 KEYS = """
-import json, sys, torch
+import json, os, sys, torch
 from tilewise.compile_ahead.calls import CallShape
 from tilewise.compile_ahead.gpu import GPUS, Settings, on_fake_gpu, prepare
 from tilewise.compile_ahead.worker import _look_up_only, _LookedUp
 from tilewise.masks import causal
 
+def keys_of(kernels):
+    keys = {}
+    for name, compile_kernel in kernels:
+        try:
+            with _look_up_only():
+                compile_kernel()
+        except _LookedUp as answer:
+            keys[name] = answer.place.name
+    return keys
+
 prepare(GPUS["h200"], Settings.here())
-kernels, keys = [], {}
+kernels = []
 with on_fake_gpu(lambda name, compile_kernel, file=None: kernels.append((name, compile_kernel))):
     CallShape(4096, d=128, mask=causal())()
-for name, compile_kernel in {"in order": kernels, "reversed": kernels[::-1], "last": kernels[-2:-1]}[sys.argv[1]]:
-    try:
-        with _look_up_only():
-            compile_kernel()
-    except _LookedUp as answer:
-        keys[name] = answer.place.name
-print(json.dumps(keys))
+orders, pipes = {"in order": kernels, "reversed": kernels[::-1], "last": kernels[-2:-1]}, []
+for order in sys.argv[1:]:
+    pipes.append(os.pipe())
+    if os.fork() == 0:
+        os.write(pipes[-1][1], json.dumps(keys_of(orders[order])).encode())
+        os._exit(0)
+    os.wait()
+print(json.dumps([json.loads(os.read(read, 4000)) for read, _ in pipes]))
 """
 
 
@@ -82,13 +94,9 @@ def test_a_kernels_key_does_not_depend_on_what_was_compiled_before(version, tmp_
 
     What ``tilewise compile`` had left on disk from several processes was then not found by the job.
     """
-    def keys(order):
-        done = subprocess.run([sys.executable, "-c", KEYS, order], check=True, capture_output=True, text=True,
-                              env=environment(version) | {"TRITON_CACHE_DIR": str(tmp_path)})
-        return json.loads(done.stdout)
-
-    in_order = keys("in order")
+    done = subprocess.run([sys.executable, "-c", KEYS, "in order", "reversed", "last"], check=True, capture_output=True,
+                          text=True, env=environment(version) | {"TRITON_CACHE_DIR": str(tmp_path)})
+    in_order, backwards, alone = json.loads(done.stdout)
     assert len(in_order) == 4
-    assert keys("reversed") == in_order
-    alone = keys("last")
+    assert backwards == in_order
     assert alone == {"hopper_backward_kernel": in_order["hopper_backward_kernel"]}
