@@ -143,6 +143,21 @@ def test_the_model_finds_zigzag_even_and_a_window_local():
     assert window.bytes_received == 255 * 8 * 256 * 2
 
 
+@pytest.mark.parametrize(("layout", "mask", "merged", "waits"), [
+    ("contiguous", tw.window(None, None), 3 * 256, 3),
+    ("contiguous", Mask(31, 0, "top_left"), 31, 1),  # rows whose window crosses a border, and one neighbour's keys
+    ("zigzag", tw.causal("top_left"), 3 * 128 + 3 * 128, 3)], ids=["full", "window", "causal"])
+def test_a_ring_merges_what_other_ranks_keys_add_and_waits_for_those_that_send(layout, mask, merged, waits):
+    """A window was charged with a merge of all rows and a latency for each of the ranks."""
+    own, sizes = named_layout(layout, 1024, 4), Sizes(1, 8, 2, 64, 64, 2)
+    slow = Links(flops=1e30, bandwidth=1e30, memory=1e6, latency=0.0)
+    problem = Problem(own, own, mask, True, 2)
+    (found, waited) = (estimates(problem, sizes, links)["ring"] for links in (slow, Links(1e30, 1e30, 1e30, 1.0)))
+    assert found.merged_rows == merged
+    assert found.seconds == pytest.approx(merged * 8 * 64 * 3 * 4 / 1e6)
+    assert waited.seconds == pytest.approx(waits)
+
+
 def test_the_model_adds_the_exchange_of_heads_to_a_schedule_of_rows():
     sizes, links = Sizes(1, 32, 8, 128, 128, 2), Links()
     own = named_layout("zigzag", 8192, 8)

@@ -1,6 +1,6 @@
 """Which schedule: an estimate of each one's time from what its slowest rank computes, sends and waits for.
 
-    ring        max(compute, keys received / bandwidth) + merging of partial results + a latency a step
+    ring        max(compute, keys received / bandwidth) + merging of partial results + a latency a step with messages
     all_gather  max(compute, keys received / bandwidth) + the first group of heads' keys + a latency a group
     ulysses     compute + (q, k and v one way, out the other) / bandwidth + two latencies
 
@@ -62,11 +62,13 @@ class Estimate:
         pairs: visible (query, key) pairs that the rank computes, of one head.
         bytes_received: by the rank.
         seconds: the model's time.
+        merged_rows: rows of partial results that are added to others, each counted as often as that happens.
     """
 
     pairs: int
     bytes_received: int
     seconds: float
+    merged_rows: int = 0
 
 
 def groups_of(kv_heads: int) -> int:
@@ -80,20 +82,23 @@ def estimates(problem: Problem, sizes: Sizes, links: Links) -> dict[str, Estimat
     """Estimate each schedule; whether it takes the call is another question."""
     ranks = problem.ranks
     pairs = [_pairs_of(problem, rank) for rank in range(ranks)]
-    keys = max(_rows_received(cached_ring_plan(problem, rank), rank) for rank in range(ranks))
+    plans = [cached_ring_plan(problem, rank) for rank in range(ranks)]
+    keys = max(_rows_received(steps, rank) for rank, steps in enumerate(plans))
+    waits = max(sum(bool(step.received(rank)) for step in steps) for rank, steps in enumerate(plans))
+    merged = max(map(_rows_merged, plans))
     of_key = sizes.b * sizes.hk * (sizes.d + sizes.dv) * sizes.itemsize
     of_pair = 2 * sizes.b * sizes.hq * (sizes.d + sizes.dv)
     longest = max(problem.queries.shard_length(rank) for rank in range(ranks))
     received, compute = keys * of_key, max(pairs) * of_pair / links.flops
     overlapped = max(compute, received / links.bandwidth)
     # A result is read and written in float32 and a part of it is read, or in float64.
-    merging = (ranks - 1) * sizes.b * sizes.hq * longest * sizes.dv * 3 * max(4, sizes.itemsize) / links.memory
+    merging = merged * sizes.b * sizes.hq * sizes.dv * 3 * max(4, sizes.itemsize) / links.memory
     groups = groups_of(sizes.hk)
     first_group = received / groups / links.bandwidth
     moved = _exchanged(longest, sizes, ranks)
     even = -(-sum(pairs) // ranks)
     return {
-        "ring": Estimate(max(pairs), received, overlapped + merging + (ranks - 1) * links.latency),
+        "ring": Estimate(max(pairs), received, overlapped + merging + waits * links.latency, merged),
         "all_gather": Estimate(max(pairs), received, overlapped + first_group + groups * links.latency),
         "ulysses": Estimate(even, moved, even * of_pair / links.flops + moved / links.bandwidth + 2 * links.latency)}
 
@@ -112,7 +117,7 @@ def estimates_of_rows(rows: Problem, queries: Layout, sizes: Sizes, links: Links
     seconds = moved / links.bandwidth + 2 * links.latency
     kv_heads = max(1, sizes.hk // ranks)
     found = estimates(replace(rows, kv_heads=kv_heads), replace(sizes, hq=sizes.hq // ranks, hk=kv_heads), links)
-    return {name: Estimate(own.pairs, moved + own.bytes_received, seconds + own.seconds)
+    return {name: Estimate(own.pairs, moved + own.bytes_received, seconds + own.seconds, own.merged_rows)
             for name, own in found.items() if name != "ulysses"}
 
 
@@ -124,6 +129,17 @@ def _exchanged(longest: int, sizes: Sizes, ranks: int) -> int:
 
 def _rows_received(steps: tuple[Step, ...], rank: int) -> int:
     return sum(len(part.rows) for step in steps for part in step.parts if part.rank != rank)
+
+
+def _rows_merged(steps: tuple[Step, ...]) -> int:
+    """Return how many rows of blocks are not the first ones of their queries."""
+    runs = sorted((run for step in steps for block in step.blocks for run in block.query_runs),
+                  key=lambda run: run.start)
+    merged = end = 0
+    for run in runs:
+        merged += max(0, min(run.stop, end) - run.start)
+        end = max(end, run.stop)
+    return merged
 
 
 def _pairs_of(problem: Problem, rank: int) -> int:
