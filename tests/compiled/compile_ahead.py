@@ -8,7 +8,7 @@ import re
 import subprocess
 import tempfile
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 
 import torch
@@ -72,12 +72,18 @@ def operands_of(request):
 def functions_of(request):
     """A function of the test suite for each "score:NAME" and "mask:NAME" in request["options"]."""
     named = dict(option.split(":") for option in request.get("options", ()) if ":" in option)
+    return {kind: all_functions()[kind][name] for kind, name in named.items()}
+
+
+@cache
+def all_functions():
+    """The functions that requests name, by kind and name; made when one does, since it takes a tenth of a second."""
     sizes = SimpleNamespace(b=1, hq=2, sq=4096, sk=4096)
     made = {"score": score_functions("cpu"), "mask": mask_functions("cpu") | known_masks(sizes, "cpu")}
     made["score"]["traced"] = traced_score(of_every_kind)
     made["mask"]["traced"] = traced_mask(create_block_mask(in_documents, None, None, 4096, 4096, device="cpu")).function
     made["mask"]["joined"] = (made["mask"]["tree"] & made["mask"]["chosen"]).function
-    return {kind: made[kind][name] for kind, name in named.items()}
+    return made
 
 
 def of_every_kind(score, b, h, q_idx, kv_idx):
