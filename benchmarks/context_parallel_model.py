@@ -7,15 +7,15 @@ library computes calls by. A pass takes
 
     ring        max(compute, received / bandwidth) + merging + a latency for each step with messages
     all_gather  max(compute, received / bandwidth) + the first group of heads' keys + a latency a group
-    ulysses     compute + exchanged / bandwidth + two latencies
+    ulysses     compute + exchanged / bandwidth + two latencies + copies
 
-A backward pass receives keys and values once more, and dK and dV in float32: three times the bytes, but for Ulysses,
-which exchanges as much as in the forward. *Ideal* is an even share of the pairs at the same rate.
+and what calls take beside their work. A backward pass receives keys and values once more, and dK and dV in float32:
+three times the bytes, but for Ulysses, which exchanges as much as in the forward. *Ideal* is an even share of the pairs
+at the same rate.
 """
 
 import argparse
 import csv
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -81,10 +81,10 @@ def shares_of(problem: Problem, rates: Rates) -> dict[str, float]:
     ideal = _compute(found["ulysses"].pairs, SIZES, rates)
     seconds = {name: sum(_passes(name, found[name], SIZES, links, rates)) for name in ("ring", "all_gather")}
     if problem.ranks <= KV_HEADS:
-        own = found["ulysses"]
-        seconds["ulysses"] = ideal + 2 * (own.bytes_received / links.bandwidth + 2 * links.latency)
+        seconds["ulysses"] = ideal + 2 * (found["ulysses"].seconds - _compute(found["ulysses"].pairs, SIZES, rates,
+                                                                              backward=False))
     if problem.ranks > HOST:
-        seconds["ring, heads in a host"] = _of_hosts(problem, links, rates)
+        seconds["ring of hosts"] = _of_hosts(problem, links, rates)
     return {name: ideal / own for name, own in seconds.items()}
 
 
@@ -92,11 +92,11 @@ def _of_hosts(problem: Problem, links: Links, rates: Rates) -> float:
     """Return the seconds of a mesh of two dims: the exchange of heads by NVLink, and a ring of hosts."""
     layout = layout_of_rows(problem.queries, HOST)
     rows = replace(problem, queries=layout, keys=layout)
-    whole = estimates_of_rows(rows, problem.queries, SIZES, links)["ring"]
+    whole = estimates_of_rows(rows, problem.queries, SIZES, replace(links, bandwidth=NVLINK))["ring"]
     sizes = replace(SIZES, hq=HEADS // HOST, hk=KV_HEADS // HOST)
-    own = estimates(replace(rows, kv_heads=sizes.hk), sizes, links)["ring"]
-    exchange = (whole.bytes_received - own.bytes_received) / NVLINK + 2 * links.latency
-    return 2 * exchange + sum(_passes("ring", own, sizes, links, rates))
+    in_host, across = (estimates(replace(rows, kv_heads=sizes.hk), sizes, own)["ring"]
+                       for own in (replace(links, bandwidth=NVLINK), links))
+    return 2 * (whole.seconds - in_host.seconds) + sum(_passes("ring", across, sizes, links, rates))
 
 
 def _passes(schedule: str, found: Estimate, sizes: Sizes, links: Links, rates: Rates) -> Iterator[float]:
@@ -141,7 +141,7 @@ def table(path: Path) -> str:
 
 
 def _in_k(tokens: int) -> str:
-    return f"{math.ceil(tokens / 1024)}k"
+    return f"{tokens // 1024}k"
 
 
 if __name__ == "__main__":

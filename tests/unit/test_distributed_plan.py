@@ -150,9 +150,9 @@ def test_the_model_finds_zigzag_even_and_a_window_local():
 def test_a_ring_merges_what_other_ranks_keys_add_and_waits_for_those_that_send(layout, mask, merged, waits):
     """A window was charged with a merge of all rows and a latency for each of the ranks."""
     own, sizes = named_layout(layout, 1024, 4), Sizes(1, 8, 2, 64, 64, 2)
-    slow = Links(flops=1e30, bandwidth=1e30, memory=1e6, latency=0.0)
+    slow = Links(flops=1e30, bandwidth=1e30, memory=1e6, latency=0.0, call=0.0)
     problem = Problem(own, own, mask, True, 2)
-    (found, waited) = (estimates(problem, sizes, links)["ring"] for links in (slow, Links(1e30, 1e30, 1e30, 1.0)))
+    found, waited = (estimates(problem, sizes, links)["ring"] for links in (slow, Links(1e30, 1e30, 1e30, 1.0, 0.0)))
     assert found.merged_rows == merged
     assert found.seconds == pytest.approx(merged * 8 * 64 * 3 * 4 / 1e6)
     assert waited.seconds == pytest.approx(waits)
@@ -169,7 +169,9 @@ def test_the_model_adds_the_exchange_of_heads_to_a_schedule_of_rows():
     for name, one in found.items():
         assert one.pairs == alone[name].pairs
         assert one.bytes_received == exchanged + alone[name].bytes_received
-        assert one.seconds == pytest.approx(alone[name].seconds + exchanged / links.bandwidth + 2 * links.latency)
+        copied = 4 * 1024 * (32 + 8) * 256 * 2
+        assert one.seconds == pytest.approx(alone[name].seconds + exchanged / links.bandwidth + 2 * links.latency
+                                            + copied / links.memory + 4 * links.call)
 
 
 def loads(layout, visible):

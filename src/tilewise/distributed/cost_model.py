@@ -2,7 +2,10 @@
 
     ring        max(compute, keys received / bandwidth) + merging of partial results + a latency a step with messages
     all_gather  max(compute, keys received / bandwidth) + the first group of heads' keys + a latency a group
-    ulysses     compute + (q, k and v one way, out the other) / bandwidth + two latencies
+    ulysses     compute + (q, k and v one way, out the other) / bandwidth + two latencies + copies before and behind
+
+and for each call what it costs beside its work. A ring has one for each block of its plan, an all_gather one for each
+group of heads and piece of a rank's queries, and ulysses one, and one more for each of the four tensors exchanged.
 
 ``compute`` is of the rank with the most visible pairs: of its layout for ring and all_gather, all pairs divided by the
 number of ranks for ulysses, whose ranks have the whole sequence. On a mesh of two dims, the exchange of heads
@@ -34,12 +37,15 @@ class Links:
         bandwidth: bytes that a rank receives a second.
         memory: bytes that a rank's memory moves a second.
         latency: seconds until a message arrives, however short.
+        call: seconds that a call takes beside its work: the host's, small kernels beside the large one, and the last
+            tiles, which do not fill a GPU.
     """
 
     flops: float = 500e12
     bandwidth: float = 350e9
     memory: float = 3e12
     latency: float = 15e-6
+    call: float = 100e-6
 
 
 @dataclass(frozen=True)
@@ -86,6 +92,8 @@ def estimates(problem: Problem, sizes: Sizes, links: Links) -> dict[str, Estimat
     keys = max(_rows_received(steps, rank) for rank, steps in enumerate(plans))
     waits = max(sum(bool(step.received(rank)) for step in steps) for rank, steps in enumerate(plans))
     merged = max(map(_rows_merged, plans))
+    blocks = max(sum(len(step.blocks) for step in steps) for steps in plans)
+    pieces = max(map(len, problem.queries.pieces))
     of_key = sizes.b * sizes.hk * (sizes.d + sizes.dv) * sizes.itemsize
     of_pair = 2 * sizes.b * sizes.hq * (sizes.d + sizes.dv)
     longest = max(problem.queries.shard_length(rank) for rank in range(ranks))
@@ -96,11 +104,14 @@ def estimates(problem: Problem, sizes: Sizes, links: Links) -> dict[str, Estimat
     groups = groups_of(sizes.hk)
     first_group = received / groups / links.bandwidth
     moved = _exchanged(longest, sizes, ranks)
+    exchange = _exchange_seconds(moved, longest, sizes, links)
     even = -(-sum(pairs) // ranks)
     return {
-        "ring": Estimate(max(pairs), received, overlapped + merging + waits * links.latency, merged),
-        "all_gather": Estimate(max(pairs), received, overlapped + first_group + groups * links.latency),
-        "ulysses": Estimate(even, moved, even * of_pair / links.flops + moved / links.bandwidth + 2 * links.latency)}
+        "ring": Estimate(max(pairs), received, overlapped + merging + waits * links.latency + blocks * links.call,
+                         merged),
+        "all_gather": Estimate(max(pairs), received, overlapped + first_group
+                               + groups * (links.latency + pieces * links.call)),
+        "ulysses": Estimate(even, moved, even * of_pair / links.flops + exchange + links.call)}
 
 
 def estimates_of_rows(rows: Problem, queries: Layout, sizes: Sizes, links: Links) -> dict[str, Estimate]:
@@ -113,8 +124,9 @@ def estimates_of_rows(rows: Problem, queries: Layout, sizes: Sizes, links: Links
         links: what a time is estimated with.
     """
     ranks = len(queries.pieces) // rows.ranks
-    moved = _exchanged(max(queries.shard_length(rank) for rank in range(len(queries.pieces))), sizes, ranks)
-    seconds = moved / links.bandwidth + 2 * links.latency
+    longest = max(queries.shard_length(rank) for rank in range(len(queries.pieces)))
+    moved = _exchanged(longest, sizes, ranks)
+    seconds = _exchange_seconds(moved, longest, sizes, links)
     kv_heads = max(1, sizes.hk // ranks)
     found = estimates(replace(rows, kv_heads=kv_heads), replace(sizes, hq=sizes.hq // ranks, hk=kv_heads), links)
     return {name: Estimate(own.pairs, moved + own.bytes_received, seconds + own.seconds, own.merged_rows)
@@ -125,6 +137,12 @@ def _exchanged(longest: int, sizes: Sizes, ranks: int) -> int:
     """Return the bytes that a rank receives to exchange such a shard for heads, and back."""
     of_row = sizes.b * (sizes.d + sizes.dv) * sizes.itemsize * (sizes.hq + max(sizes.hk, ranks)) // ranks
     return of_row * (longest * (ranks - 1))
+
+
+def _exchange_seconds(moved: int, longest: int, sizes: Sizes, links: Links) -> float:
+    """Return the seconds in which a rank receives so many bytes, and copies q, k, v and out before and behind that."""
+    copied = 4 * longest * sizes.b * (sizes.hq + sizes.hk) * (sizes.d + sizes.dv) * sizes.itemsize
+    return moved / links.bandwidth + 2 * links.latency + copied / links.memory + 4 * links.call
 
 
 def _rows_received(steps: tuple[Step, ...], rank: int) -> int:
