@@ -81,7 +81,7 @@ for order in sys.argv[1:]:
     if os.fork() == 0:
         os.write(pipes[-1][1], json.dumps(keys_of(orders[order])).encode())
         os._exit(0)
-    os.wait()
+    assert os.wait()[1] == 0, order
 print(json.dumps([json.loads(os.read(read, 4000)) for read, _ in pipes]))
 """
 

@@ -153,7 +153,6 @@ def test_a_ring_merges_what_other_ranks_keys_add_and_waits_for_those_that_send(l
     slow = Links(flops=1e30, bandwidth=1e30, memory=1e6, latency=0.0, call=0.0)
     problem = Problem(own, own, mask, True, 2)
     found, waited = (estimates(problem, sizes, links)["ring"] for links in (slow, Links(1e30, 1e30, 1e30, 1.0, 0.0)))
-    assert found.merged_rows == merged
     assert found.seconds == pytest.approx(merged * 8 * 64 * 3 * 4 / 1e6)
     assert waited.seconds == pytest.approx(waits)
 

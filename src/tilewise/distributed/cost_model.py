@@ -19,6 +19,7 @@ from functools import lru_cache
 
 from tilewise.distributed.layouts import Layout
 from tilewise.distributed.plan import Problem, Rectangle, cached_ring_plan, rectangles_of
+from tilewise.distributed.segments import segments_of
 from tilewise.distributed.steps import Step
 from tilewise.masks import Span
 from tilewise.support.caches import registered
@@ -68,13 +69,11 @@ class Estimate:
         pairs: visible (query, key) pairs that the rank computes, of one head.
         bytes_received: by the rank.
         seconds: the model's time.
-        merged_rows: rows of partial results that are added to others, each counted as often as that happens.
     """
 
     pairs: int
     bytes_received: int
     seconds: float
-    merged_rows: int = 0
 
 
 def groups_of(kv_heads: int) -> int:
@@ -91,7 +90,7 @@ def estimates(problem: Problem, sizes: Sizes, links: Links) -> dict[str, Estimat
     plans = [cached_ring_plan(problem, rank) for rank in range(ranks)]
     keys = max(_rows_received(steps, rank) for rank, steps in enumerate(plans))
     waits = max(sum(bool(step.received(rank)) for step in steps) for rank, steps in enumerate(plans))
-    merged = max(map(_rows_merged, plans))
+    merged = max(_rows_merged(steps, problem.queries.shard_length(rank)) for rank, steps in enumerate(plans))
     blocks = max(sum(len(step.blocks) for step in steps) for steps in plans)
     pieces = max(map(len, problem.queries.pieces))
     of_key = sizes.b * sizes.hk * (sizes.d + sizes.dv) * sizes.itemsize
@@ -107,8 +106,7 @@ def estimates(problem: Problem, sizes: Sizes, links: Links) -> dict[str, Estimat
     exchange = _exchange_seconds(moved, longest, sizes, links)
     even = -(-sum(pairs) // ranks)
     return {
-        "ring": Estimate(max(pairs), received, overlapped + merging + waits * links.latency + blocks * links.call,
-                         merged),
+        "ring": Estimate(max(pairs), received, overlapped + merging + waits * links.latency + blocks * links.call),
         "all_gather": Estimate(max(pairs), received, overlapped + first_group
                                + groups * (links.latency + pieces * links.call)),
         "ulysses": Estimate(even, moved, even * of_pair / links.flops + exchange + links.call)}
@@ -129,7 +127,7 @@ def estimates_of_rows(rows: Problem, queries: Layout, sizes: Sizes, links: Links
     seconds = _exchange_seconds(moved, longest, sizes, links)
     kv_heads = max(1, sizes.hk // ranks)
     found = estimates(replace(rows, kv_heads=kv_heads), replace(sizes, hq=sizes.hq // ranks, hk=kv_heads), links)
-    return {name: Estimate(own.pairs, moved + own.bytes_received, seconds + own.seconds, own.merged_rows)
+    return {name: Estimate(own.pairs, moved + own.bytes_received, seconds + own.seconds)
             for name, own in found.items() if name != "ulysses"}
 
 
@@ -149,15 +147,10 @@ def _rows_received(steps: tuple[Step, ...], rank: int) -> int:
     return sum(len(part.rows) for step in steps for part in step.parts if part.rank != rank)
 
 
-def _rows_merged(steps: tuple[Step, ...]) -> int:
-    """Return how many rows of blocks are not the first ones of their queries."""
-    runs = sorted((run for step in steps for block in step.blocks for run in block.query_runs),
-                  key=lambda run: run.start)
-    merged = end = 0
-    for run in runs:
-        merged += max(0, min(run.stop, end) - run.start)
-        end = max(end, run.stop)
-    return merged
+def _rows_merged(steps: tuple[Step, ...], rows: int) -> int:
+    """Return how many of the blocks' rows of results are added to others that came before."""
+    return sum(len(segment.rows) for blocks in segments_of(steps, rows).of_blocks for segments in blocks
+               for segment in segments if not segment.is_first)
 
 
 def _pairs_of(problem: Problem, rank: int) -> int:

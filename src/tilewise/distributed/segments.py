@@ -37,7 +37,12 @@ class Segments(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """Rows of a block that follow one another: its step, its number there, and what leads from them to its results."""
+    """Neighbouring query rows of a block.
+
+    Attributes:
+        step, block: the number of the step, and of the block there.
+        shift: what is added to a row of the rank's queries to find it in the block's results.
+    """
 
     step: int
     block: int
