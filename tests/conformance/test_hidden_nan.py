@@ -4,6 +4,8 @@ Padding holds NaN in every case of layout "moat" whose lengths are data. Backend
 finite padding (docs/backends.md), and refuses that layout's strides.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -71,6 +73,21 @@ def test_nan_in_a_seen_key_is_not_swallowed(backend, case, device, main_dtype):
     results = forward_and_backward(backend, case, inputs._replace(k=_with_rows(inputs.k, rows, float("nan"))))
     assert results.out[:, :, seeing].isnan().all()
     assert results.lse[:, :, seeing].isnan().all()
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")  # numpy's, of the interpreted kernels
+@pytest.mark.parametrize("softcap", [None, 4.0])
+def test_nan_in_a_query_stays_in_its_row(backend, softcap, device, main_dtype):
+    """In tiles without a hidden pair too, where what a kernel computes of several scores at once is of one row."""
+    case = replace(case_named("mha"), name="long", sq=140, sk=300, softcap=softcap)
+    clean = make_inputs(case, main_dtype, device)
+    rows = torch.zeros(case.sq, dtype=torch.bool, device=device)
+    rows[70] = True
+    results = forward_and_backward(backend, case, clean._replace(q=_with_rows(clean.q, rows, float("nan"))))
+    assert results.out[:, :, rows].isnan().all()
+    assert results.lse[:, :, rows].isnan().all()
+    for result in (results.out, results.lse, results.dq):
+        assert result[:, :, ~rows].isfinite().all()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

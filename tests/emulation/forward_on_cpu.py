@@ -27,8 +27,8 @@ def split_halves(s):
     return s[:, :s.shape[1] // 2], s[:, s.shape[1] // 2:]
 
 
-def cap(s, squash):
-    return s if squash is None else torch.tanh(s * squash / (2.0 * math.log2(math.e)))
+def squashed(s, squash, alone):
+    return s if squash is None else (torch.tanh(s * squash / (2.0 * math.log2(math.e))) - 1.0) / 2.0
 
 
 def drop(p, first_key, draws, constants):
@@ -55,7 +55,7 @@ CONSTANTS = {(module, name): value for module in MODULES for name, value in (
     ("HUGE", softmax.HUGE.value),
     ("split_halves", split_halves),
     ("pack_pairs", pack_pairs), ("drop", drop), ("SPAN", 16), ("as_operand", lambda pairs, dtype, layout: pairs),
-    ("scheduling_fence", lambda number: number), ("cap", cap),
+    ("scheduling_fence", lambda number: number), ("squashed", squashed),
     ("bytes_of", loading.bytes_of.fn), ("floats_per_partial", epilogue.floats_per_partial.fn),
     ("tile_size", varlen.tile_size.fn), ("registers", forward.registers.fn),
     ("corrects_rounding", softmax.corrects_rounding.fn)) if hasattr(module, name)} | plan_constants(MODULES)

@@ -34,7 +34,7 @@ from tilewise.tuning.select import (
 if TYPE_CHECKING:
     from tilewise.kernels.triton.mask_plan import MaskPlanner
 
-# tanh errs by up to 2^-21 near 0, four times as much as Triton's (softmax.cap).
+# tanh errs by up to 2^-21 near 0, four times as much as Triton's (softmax.squashed).
 LARGEST_SOFTCAP = LARGE_SOFTCAP / 4
 WIDEST = 256
 WIDEST_WITH_EVERY_OPTION = 128  # in the backward pass: the kernels of wider heads lack some options

@@ -7,57 +7,63 @@ LOG2E = gl.constexpr(1.4426950408889634)
 HUGE = gl.constexpr(268435456.0)  # 2^28, of shifts (shift_for)
 
 
-@gluon.jit
-def cap(s, squash):
-    """Under a softcap, tanh of the scaled scores divided by it (maths.md, section 11); else nothing.
+@gluon.constexpr_function
+def rows_of_quads(columns):
+    """The layout of 64 rows of scores in which four registers of a thread, one behind the other, are of one row."""
+    reg_bases = [[0, 1], [0, 8], [8, 0], *([0, column] for column in (16, 32, 64) if column < columns)]
+    return gl.DistributedLinearLayout(reg_bases, [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [],
+                                      [64, columns])
 
-    tanh(x) = 1 - 2 / (1 + exp(2x)). Near 0 the terms cancel, to 1e-7 absolutely, of a number that is about to be
-    multiplied by the softcap and compared with 1. Four scores share the reciprocal of a product, since the unit that
-    makes reciprocals makes the exponentials too. So exp(2x) goes to 2^30 at most, where tanh is 1. That minimum takes
-    NaN for 2^30 and keeps it from the other three; the maximum with -|2x log2 e|, which lies below tanh, returns it.
+
+@gluon.jit
+def squashed(s, squash, ALONE: gl.constexpr):
+    """Under a softcap, u = (tanh(x) - 1) / 2 = -1 / (1 + exp(2x)), with x = s / softcap; else the scores as they are.
+
+    The softcap times tanh(x) is softcap + 2 softcap·u, and the softmax takes no notice of the first term (maths.md,
+    section 11). u errs by a few units of its last place: of the capped score that is up to 2^-22 of the softcap.
+
+    ALONE: each score has a reciprocal of its own. Else four of a row share one, of a product, since the unit that makes
+    reciprocals makes the exponentials too; exp(2x) then goes to 2^30, where tanh(x) is 1, and NaN makes all four NaN.
+    So no score may be hidden there from its row.
     """
     if squash is not None:
-        s = gl.inline_asm_elementwise("""{
-            .reg .f32 a, b, c, d, ab, cd, r;
-            min.f32 a, $4, 0f41F00000;
-            min.f32 b, $5, 0f41F00000;
-            min.f32 c, $6, 0f41F00000;
-            min.f32 d, $7, 0f41F00000;
-            ex2.approx.ftz.f32 a, a;
-            ex2.approx.ftz.f32 b, b;
-            ex2.approx.ftz.f32 c, c;
-            ex2.approx.ftz.f32 d, d;
-            add.f32 a, a, 0f3F800000;
-            add.f32 b, b, 0f3F800000;
-            add.f32 c, c, 0f3F800000;
-            add.f32 d, d, 0f3F800000;
-            mul.f32 ab, a, b;
-            mul.f32 cd, c, d;
-            mul.f32 r, ab, cd;
-            rcp.approx.ftz.f32 r, r;
-            mul.f32 cd, r, cd;
-            mul.f32 ab, r, ab;
-            mul.f32 r, cd, b;
-            mul.f32 b, cd, a;
-            mul.f32 a, ab, d;
-            mul.f32 d, ab, c;
-            fma.rn.f32 r, r, 0fC0000000, 0f3F800000;
-            fma.rn.f32 b, b, 0fC0000000, 0f3F800000;
-            fma.rn.f32 a, a, 0fC0000000, 0f3F800000;
-            fma.rn.f32 d, d, 0fC0000000, 0f3F800000;
-            abs.f32 c, $4;
-            neg.f32 c, c;
-            max.NaN.f32 $0, r, c;
-            abs.f32 c, $5;
-            neg.f32 c, c;
-            max.NaN.f32 $1, b, c;
-            abs.f32 c, $6;
-            neg.f32 c, c;
-            max.NaN.f32 $2, a, c;
-            abs.f32 c, $7;
-            neg.f32 c, c;
-            max.NaN.f32 $3, d, c;
-        }""", "=&r,=&r,=&r,=&r,r,r,r,r", [s * squash], dtype=gl.float32, is_pure=True, pack=4)
+        if ALONE:
+            s = gl.inline_asm_elementwise("""{
+                .reg .f32 a;
+                ex2.approx.ftz.f32 a, $1;
+                add.f32 a, a, 0f3F800000;
+                rcp.approx.ftz.f32 a, a;
+                neg.f32 $0, a;
+            }""", "=r,r", [s * squash], dtype=gl.float32, is_pure=True, pack=1)
+        else:
+            quads = gl.convert_layout(s, rows_of_quads(s.shape[1]), assert_trivial=True)
+            quads = gl.inline_asm_elementwise("""{
+                .reg .f32 a, b, c, d, ab, cd, r;
+                min.NaN.f32 a, $4, 0f41F00000;
+                min.NaN.f32 b, $5, 0f41F00000;
+                min.NaN.f32 c, $6, 0f41F00000;
+                min.NaN.f32 d, $7, 0f41F00000;
+                ex2.approx.ftz.f32 a, a;
+                ex2.approx.ftz.f32 b, b;
+                ex2.approx.ftz.f32 c, c;
+                ex2.approx.ftz.f32 d, d;
+                add.f32 a, a, 0f3F800000;
+                add.f32 b, b, 0f3F800000;
+                add.f32 c, c, 0f3F800000;
+                add.f32 d, d, 0f3F800000;
+                mul.f32 ab, a, b;
+                mul.f32 cd, c, d;
+                mul.f32 r, ab, cd;
+                rcp.approx.ftz.f32 r, r;
+                neg.f32 r, r;
+                mul.f32 cd, r, cd;
+                mul.f32 ab, r, ab;
+                mul.f32 $0, cd, b;
+                mul.f32 $1, cd, a;
+                mul.f32 $2, ab, d;
+                mul.f32 $3, ab, c;
+            }""", "=&r,=&r,=&r,=&r,r,r,r,r", [quads * squash], dtype=gl.float32, is_pure=True, pack=4)
+            s = gl.convert_layout(quads, s.type.layout, assert_trivial=True)
     return s
 
 
@@ -117,8 +123,11 @@ def shift_for(top, scaling):
 
 @gluon.jit
 def scaled_max_of(shift, scaling):
-    """The largest exponent of each row, whatever was its scale."""
-    return gl.where(needs_exact_scale(shift), shift * (scaling.scale_log2 / scaling.exact_scale), shift)
+    """The largest exponent of each row, whatever was its scale; with what ``squashed`` left out of it."""
+    top = gl.where(needs_exact_scale(shift), shift * (scaling.scale_log2 / scaling.exact_scale), shift)
+    if scaling.softcap_log2 is not None:
+        top += scaling.softcap_log2
+    return top
 
 
 @gluon.jit

@@ -77,7 +77,7 @@ from tilewise.kernels.hopper.pipeline import (
     optimization_barrier,
     scheduling_fence_of,
 )
-from tilewise.kernels.hopper.softmax import cap
+from tilewise.kernels.hopper.softmax import squashed
 from tilewise.kernels.hopper.tile_scheduler import (
     NO_TILE,
     TileQueue,
@@ -177,7 +177,8 @@ def attend_blocks(begin, end, count, state, head, view, args, smem, draws, OWN: 
         if C.AUGMENTED_K:
             probs = gl.exp2(scores * scale_log2)
         else:
-            scores = cap(scores, args.scales.squash)
+            if args.scales.squash is not None:  # tanh
+                scores = 1.0 + 2.0 * squashed(scores, args.scales.squash, True)
             probs = gl.exp2(scores * scale_log2 - lse[None, :])
         if MASKED:
             probs = hide_pairs(probs, first_query, bits, view, C)

@@ -165,10 +165,13 @@ def _kernel_config(problem: AttentionProblem, config: HopperForwardConfig, sched
 def scaling_of_scores(problem: AttentionProblem) -> Scaling:
     """Return what scores are multiplied by; natural ones where something is added to them."""
     scale_log2, squash = scaling_of(problem)
+    softcap = problem.scores.softcap
     if not problem.scores.adds_to_scores:
-        return Scaling(scale_log2, squash, exact_scale_of(scale_log2))
+        if softcap is None:
+            return Scaling(scale_log2, None, exact_scale_of(scale_log2))
+        return Scaling(2.0 * scale_log2, squash, exact_scale_of(2.0 * scale_log2), softcap_log2=scale_log2)
     log2e = math.log2(math.e)
-    return Scaling(log2e, squash, exact_scale_of(log2e), problem.scores.softcap or problem.scale)
+    return Scaling(log2e, squash, exact_scale_of(log2e), problem.scale if softcap is None else 2.0 * softcap)
 
 
 def _strides_of_operands(problem: AttentionProblem) -> ScoreOperands:

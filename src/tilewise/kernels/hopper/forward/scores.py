@@ -97,6 +97,8 @@ def add_to_scores(s, step, bias, view, scaling, C: gl.constexpr):
     """Return natural scores + bias - slope·distance, as the call has them; else the scores as they are."""
     if C.HAS_BIAS or C.HAS_ALIBI:
         pairs = as_pairs(s) * scaling.to_natural
+        if scaling.squash is not None:  # what ``squashed`` left out
+            pairs += 0.5 * scaling.to_natural
         if C.HAS_BIAS:
             pairs = pairs + bias.to(gl.float32)
         if C.HAS_ALIBI:

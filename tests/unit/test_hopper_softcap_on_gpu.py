@@ -1,0 +1,68 @@
+"""What the Hopper kernels make of scores under a softcap, on the GPU that its assembly is for."""
+
+import math
+
+import pytest
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from tilewise.kernels.hopper.softmax import squashed
+from tilewise.tuning.device import device_spec
+
+pytestmark = pytest.mark.gpu
+SQUASH = 2.0 * math.log2(math.e)  # of x = s
+
+
+@gluon.jit
+def squash_kernel(scores_ptr, out_ptr, squash, alone: gl.constexpr, count: gl.constexpr):
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, count, 16])
+    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    keys = gl.arange(0, count, layout=gl.SliceLayout(0, layout))
+    places = rows[:, None] * count + keys[None, :]
+    gl.store(out_ptr + places, squashed(gl.load(scores_ptr + places), squash, alone))
+
+
+@pytest.fixture(autouse=True)
+def a_hopper_gpu(device):
+    if device_spec(device).arch != "sm_90":
+        pytest.skip("runs on Hopper GPUs")
+
+
+def squash(scores, alone):
+    out = torch.empty_like(scores)
+    squash_kernel[(1,)](scores, out, SQUASH, alone, scores.shape[1])
+    return out
+
+
+@pytest.mark.parametrize("keys", [64, 128])
+@pytest.mark.parametrize("alone", [True, False])
+def test_it_errs_by_a_few_roundings_of_float32(alone, keys, device):
+    small = torch.linspace(-1, 1, 32 * keys, device=device)
+    scores = torch.cat([small, torch.linspace(-30, 30, 32 * keys, device=device)]).reshape(64, keys)
+    exact = (scores.double().tanh() - 1) / 2
+    assert (squash(scores, alone) - exact).abs().max() <= 2**-22
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_infinite_scores_are_at_the_ends(alone, device):
+    scores = torch.zeros(64, 128, device=device)
+    scores[3, 5], scores[3, 6] = torch.inf, -torch.inf
+    out = squash(scores, alone)
+    assert out[3, 5].abs() <= 2**-30
+    assert out[3, 6] == -1
+    assert ((out.flatten().sort().values[1:-1] + 0.5).abs() <= 2**-22).all()
+
+
+def test_alone_nan_stays_where_it_is(device):
+    scores = torch.zeros(64, 128, device=device)
+    scores[3, 5] = torch.nan
+    assert squash(scores, True).isnan().nonzero().tolist() == [[3, 5]]
+
+
+def test_not_alone_nan_stays_in_its_row(device):
+    scores = torch.zeros(64, 128, device=device)
+    scores[3, 5] = torch.nan
+    found = squash(scores, False).isnan()
+    assert found[3, 5]
+    assert not found[torch.arange(64, device=device) != 3].any()
