@@ -9,38 +9,36 @@ Not there yet are block tables of packed queries, which raise; those of ``flash_
 """
 
 import sys
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
 
-from tilewise.autograd.op import backward_op
-from tilewise.errors import TilewiseError, UnsupportedProblem
-from tilewise.integrations import bert_padding, flash_attn_package, rotary
-from tilewise.integrations.callers_terms import in_terms
-from tilewise.integrations.flash_family import (
-    WORDS,
-    OutAndLse,
-    attend_batch,
-    attend_cache,
-    attend_packed,
-    heads_first,
-    sides_of,
-    unpacked,
+from tilewise.errors import TilewiseError
+from tilewise.integrations import bert_padding, flash_attn_package, flash_attn_passes, rotary
+from tilewise.integrations.flash_attn_calls import (
+    OutLseAndProbs,
+    Slopes,
+    attend,
+    attend_varlen,
+    lengths_of,
+    options_of,
+    plus_inf_where_empty,
+    refuse_pages,
+    window_sides,
 )
-from tilewise.integrations.signed_probabilities import signed_probabilities, signed_probabilities_varlen
-from tilewise.masks import Mask, window
-from tilewise.problem.options import Operands, OperatorOptions
-from tilewise.validate.tensors import with_batch_dim
+from tilewise.integrations.flash_family import OutAndLse, attend_cache, heads_first, unpacked
+from tilewise.masks import window
 from tilewise.validate.values import check_switch
 
 __all__ = ["flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
            "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func", "flash_attn_with_kvcache", "install",
            "uninstall"]
 INTERFACE_VERSION = "2.8.3"  # of flash-attn, whose signatures these are; code that tells its versions apart asks
-Slopes = torch.Tensor | None
-OutLseAndProbs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-_backward_op = in_terms(backward_op, WORDS, heads_third=True)
-_NO_GRADIENT_OF_OPERANDS = [True, True, False, False, False]  # which gradients: dq; dk and dv; those of operands
+# The passes by themselves, and by what names some clients (Diffusers) import them.
+_flash_attn_forward = _wrapped_flash_attn_forward = flash_attn_passes.forward
+_flash_attn_backward = _wrapped_flash_attn_backward = flash_attn_passes.backward
+_flash_attn_varlen_forward = _wrapped_flash_attn_varlen_forward = flash_attn_passes.varlen_forward
+_flash_attn_varlen_backward = _wrapped_flash_attn_varlen_backward = flash_attn_passes.varlen_backward
 
 
 @overload
@@ -91,8 +89,8 @@ def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p
     >>> flash_attn_func(q, k, v, causal=True).shape
     torch.Size([1, 128, 8, 64])
     """
-    options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    return _attend(q, k, v, options, return_attn_probs)
+    options = options_of(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    return attend(q, k, v, options, return_attn_probs)
 
 
 @overload
@@ -124,9 +122,9 @@ def flash_attn_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, dropout_p: float
                              alibi_slopes: Slopes = None, deterministic: bool = False,
                              return_attn_probs: bool = False) -> torch.Tensor | OutLseAndProbs:
     """Attend as :func:`flash_attn_func`, with k and v in one tensor, ``kv`` (b, sk, 2, hk, d), not copied."""
-    options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    options = options_of(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     k, v = unpacked("kv", kv, "b, sk, 2, hk, d")
-    return _attend(q, k, v, options, return_attn_probs)
+    return attend(q, k, v, options, return_attn_probs)
 
 
 @overload
@@ -155,9 +153,9 @@ def flash_attn_qkvpacked_func(qkv: torch.Tensor, dropout_p: float = 0.0, softmax
                               alibi_slopes: Slopes = None, deterministic: bool = False,
                               return_attn_probs: bool = False) -> torch.Tensor | OutLseAndProbs:
     """Attend as :func:`flash_attn_func`, with q, k and v in one tensor, ``qkv`` (b, s, 3, h, d), not copied."""
-    options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    options = options_of(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     q, k, v = unpacked("qkv", qkv, "b, s, 3, h, d")
-    return _attend(q, k, v, options, return_attn_probs)
+    return attend(q, k, v, options, return_attn_probs)
 
 
 @overload
@@ -211,10 +209,10 @@ def flash_attn_varlen_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu
     Raises:
         UnsupportedProblem: a block table is given.
     """
-    _refuse_pages(block_table=block_table)
-    options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    options |= _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return _attend_varlen(q, k, v, options, return_attn_probs)
+    refuse_pages(block_table=block_table)
+    options = options_of(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    options |= lengths_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return attend_varlen(q, k, v, options, return_attn_probs)
 
 
 @overload
@@ -251,10 +249,10 @@ def flash_attn_varlen_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, cu_seqlen
                                     alibi_slopes: Slopes = None, deterministic: bool = False,
                                     return_attn_probs: bool = False) -> torch.Tensor | OutLseAndProbs:
     """Attend as :func:`flash_attn_varlen_func`, with k and v in one tensor, ``kv`` (total_k, 2, hk, d)."""
-    options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    options |= _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    options = options_of(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    options |= lengths_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     k, v = unpacked("kv", kv, "total_k, 2, hk, d")
-    return _attend_varlen(q, k, v, options, return_attn_probs)
+    return attend_varlen(q, k, v, options, return_attn_probs)
 
 
 @overload
@@ -287,10 +285,10 @@ def flash_attn_varlen_qkvpacked_func(qkv: torch.Tensor, cu_seqlens: torch.Tensor
                                      alibi_slopes: Slopes = None, deterministic: bool = False,
                                      return_attn_probs: bool = False) -> torch.Tensor | OutLseAndProbs:
     """Attend as :func:`flash_attn_varlen_func`, with q, k and v in one tensor, ``qkv`` (total, 3, h, d)."""
-    options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    options |= _lengths(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    options = options_of(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    options |= lengths_of(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     q, k, v = unpacked("qkv", qkv, "total, 3, h, d")
-    return _attend_varlen(q, k, v, options, return_attn_probs)
+    return attend_varlen(q, k, v, options, return_attn_probs)
 
 
 @overload
@@ -362,7 +360,7 @@ def flash_attn_with_kvcache(q: torch.Tensor, k_cache: torch.Tensor, v_cache: tor
         out, (b, sq, hq, dv); with ``return_softmax_lse`` also lse, (b, hq, sq), float32, +inf where a query sees no
         key.
     """
-    left, right = _sides(causal, window_size)
+    left, right = window_sides(causal, window_size)
     k, v = (None if tensor is None else heads_first(name, tensor) for name, tensor in (("k", k), ("v", v)))
     with torch.no_grad():
         out, lse = attend_cache(
@@ -372,84 +370,7 @@ def flash_attn_with_kvcache(q: torch.Tensor, k_cache: torch.Tensor, v_cache: tor
             rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved,
             mask=window(left, right), scale=softmax_scale, alibi_slopes=alibi_slopes,
             softcap=None if softcap == 0.0 else softcap, num_splits=num_splits or None, return_aux=("lse",))
-    return (out.transpose(1, 2), _plus_inf_where_empty(lse)) if return_softmax_lse else out.transpose(1, 2)
-
-
-def _flash_attn_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float,
-                        softmax_scale: float | None, causal: bool, window_size_left: int, window_size_right: int,
-                        softcap: float, alibi_slopes: Slopes, return_softmax: bool,
-                        ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Run the forward pass alone, without a graph.
-
-    Returns:
-        out, lse and S_dmask as :func:`flash_attn_func`, and rng_state, (2,), int64: dropout's seed and a 0, for the
-        backward pass.
-    """
-    options = _options(dropout_p, softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes)
-    with torch.no_grad():
-        return *_attend_fully(q, k, v, options, return_softmax), _state(options, q)
-
-
-def _flash_attn_varlen_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor,
-                               cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, dropout_p: float,
-                               softmax_scale: float | None, causal: bool, window_size_left: int = -1,
-                               window_size_right: int = -1, softcap: float = 0.0, alibi_slopes: Slopes = None,
-                               return_softmax: bool = False, block_table: torch.Tensor | None = None,
-                               leftpad_k: torch.Tensor | None = None, seqused_k: torch.Tensor | None = None,
-                               zero_tensors: bool = False, num_splits: int = 0,
-                               ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Run the forward pass over packed sequences alone, without a graph; see :func:`_flash_attn_forward`.
-
-    ``seqused_k``, (sequences,): keys of each sequence that take part. ``zero_tensors`` and ``num_splits`` change
-    nothing: what is not computed is 0 anyway, and keys are not split.
-    """
-    _refuse_pages(block_table=block_table, leftpad_k=leftpad_k)
-    options = _options(dropout_p, softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes)
-    options |= _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) | {"seqused_k": seqused_k}
-    with torch.no_grad():
-        return *_attend_varlen_fully(q, k, v, options, return_softmax), _state(options, q)
-
-
-def _flash_attn_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-                         softmax_lse: torch.Tensor, dq: torch.Tensor | None, dk: torch.Tensor | None,
-                         dv: torch.Tensor | None, dropout_p: float, softmax_scale: float | None, causal: bool,
-                         window_size_left: int, window_size_right: int, softcap: float, alibi_slopes: Slopes,
-                         deterministic: bool, rng_state: torch.Tensor | None = None) -> None:
-    """Run the backward pass alone: write dq, dk and dv where they are not None.
-
-    out and lse may be those of more keys than k has, as in a ring. The sums of ``dout · out`` that flash-attn returns
-    are not.
-    """
-    options = _options(dropout_p, softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes,
-                       deterministic)
-    given = {"q": q, "k": k, "v": v, "out": out, "dout": dout}
-    made = _backward([heads_first(name, tensor) for name, tensor in given.items()], softmax_lse, options, rng_state)
-    _write([gradient.transpose(1, 2) for gradient in made], (dq, dk, dv))
-
-
-def _flash_attn_varlen_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-                                out: torch.Tensor, softmax_lse: torch.Tensor, dq: torch.Tensor | None,
-                                dk: torch.Tensor | None, dv: torch.Tensor | None, cu_seqlens_q: torch.Tensor,
-                                cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, dropout_p: float,
-                                softmax_scale: float | None, causal: bool, window_size_left: int,
-                                window_size_right: int, softcap: float, alibi_slopes: Slopes, deterministic: bool,
-                                rng_state: torch.Tensor | None = None, zero_tensors: bool = False) -> None:
-    """Run the backward pass over packed sequences alone; see :func:`_flash_attn_backward`.
-
-    ``zero_tensors`` changes nothing: what is not computed is 0 anyway.
-    """
-    options = _options(dropout_p, softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes,
-                       deterministic)
-    options |= _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    made = _backward([tensor.transpose(0, 1)[None] for tensor in (q, k, v, out, dout)], softmax_lse[None], options,
-                     rng_state)
-    _write([gradient[0].transpose(0, 1) for gradient in made], (dq, dk, dv))
-
-
-# By what names some clients (Diffusers) import the passes.
-_wrapped_flash_attn_forward, _wrapped_flash_attn_backward = _flash_attn_forward, _flash_attn_backward
-_wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward
-_wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
+    return (out.transpose(1, 2), plus_inf_where_empty(lse)) if return_softmax_lse else out.transpose(1, 2)
 
 
 def install(*, metadata: bool = False) -> None:
@@ -488,111 +409,3 @@ def uninstall() -> None:
     Code that was imported in between keeps the functions that it has. Where nothing is installed, nothing happens.
     """
     flash_attn_package.remove()
-
-
-def _options(dropout_p: float, softmax_scale: float | None, causal: bool, window_size: tuple[int, int],
-             softcap: float, alibi_slopes: Slopes, deterministic: bool = False) -> dict[str, Any]:
-    """Translate what is neither q, k, v nor a length into the arguments of :func:`tilewise.attention`."""
-    return {"mask": window(*_sides(causal, window_size), "bottom_right"), "scale": softmax_scale,
-            "softcap": None if softcap == 0.0 else softcap, "alibi_slopes": alibi_slopes, "dropout_p": dropout_p,
-            "deterministic": deterministic or None}
-
-
-def _sides(causal: bool, window_size: tuple[int, int]) -> tuple[int | None, int | None]:
-    """Translate a window, whose right side counts not if causal, into that of :func:`tilewise.window`."""
-    check_switch("causal", causal)
-    left, right = sides_of(window_size)
-    return left, 0 if causal else right
-
-
-def _lengths(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_q: int,
-             max_seqlen_k: int) -> dict[str, Any]:
-    return {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q,
-            "max_seqlen_k": max_seqlen_k}
-
-
-def _refuse_pages(**given: torch.Tensor | None) -> None:
-    for name, tensor in given.items():
-        if tensor is not None:
-            raise UnsupportedProblem(f"{name} is given; allowed is None: of packed queries, caches in pages or "
-                                     "padded on the left are not there yet. Pass keys and values packed, with "
-                                     "cu_seqlens_k, or a batch of queries to flash_attn_with_kvcache.", {})
-
-
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any],
-            return_attn_probs: bool) -> torch.Tensor | OutLseAndProbs:
-    if return_attn_probs:
-        return _attend_fully(q, k, v, options, return_probs=True)
-    out: torch.Tensor = attend_batch(heads_first("q", q), heads_first("k", k), heads_first("v", v), **options)
-    return out.transpose(1, 2)
-
-
-def _attend_fully(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any],
-                  return_probs: bool) -> OutLseAndProbs:
-    """Return out, lse and S_dmask; options get dropout's seed."""
-    q, k, v = heads_first("q", q), heads_first("k", k), heads_first("v", v)
-    _draw_seed(q, options)
-    out, lse = attend_batch(q, k, v, **options, return_aux=("lse",))
-    probs = signed_probabilities(q, k, options) if return_probs and options["dropout_p"] else q.new_empty(0)
-    return out.transpose(1, 2), _plus_inf_where_empty(lse), probs
-
-
-def _attend_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any],
-                   return_attn_probs: bool) -> torch.Tensor | OutLseAndProbs:
-    if return_attn_probs:
-        return _attend_varlen_fully(q, k, v, options, return_probs=True)
-    out: torch.Tensor = attend_packed(q, k, v, **options)
-    return out
-
-
-def _attend_varlen_fully(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any],
-                         return_probs: bool) -> OutLseAndProbs:
-    """Return out, lse and S_dmask of packed sequences; options get dropout's seed."""
-    _draw_seed(q, options)
-    out, lse = attend_packed(q, k, v, **options, return_aux=("lse",))
-    probs = q.new_empty(0)
-    if return_probs and options["dropout_p"]:
-        longest = int(options["max_seqlen_q"]), int(options["max_seqlen_k"])
-        probs = signed_probabilities_varlen(q, k, longest, options)
-    return out, _plus_inf_where_empty(lse), probs
-
-
-def _draw_seed(q: torch.Tensor, options: dict[str, Any]) -> None:
-    """Draw the seed that :func:`tilewise.attention` would draw, for who has to know it."""
-    if options["dropout_p"]:
-        options["dropout_seed"] = torch.randint(2**62, (1,), dtype=torch.int64, device=q.device)
-
-
-def _plus_inf_where_empty(lse: torch.Tensor) -> torch.Tensor:
-    return lse.masked_fill(lse == float("-inf"), float("inf"))
-
-
-def _state(options: dict[str, Any], q: torch.Tensor) -> torch.Tensor:
-    state = torch.zeros(2, dtype=torch.int64, device=q.device)
-    if options["dropout_p"]:
-        state[:1] = options["dropout_seed"]
-    return state
-
-
-def _backward(tensors: list[torch.Tensor], lse: torch.Tensor, options: dict[str, Any],
-              rng_state: torch.Tensor | None) -> list[torch.Tensor]:
-    """Return dq, dk and dv of (b, h, s, d) tensors q, k, v, out and dout; lse is +inf where a query sees no key."""
-    q, k, v, out, dout = tensors
-    lse = lse.masked_fill(lse == float("inf"), float("-inf"))  # contiguous, as backends expect it, whatever lse was
-    slopes, cu_seqlens_q, cu_seqlens_k = (options.get(n) for n in ("alibi_slopes", "cu_seqlens_q", "cu_seqlens_k"))
-    operands = Operands(alibi_slopes=None if slopes is None else with_batch_dim(slopes),
-                        seed=rng_state[:1] if rng_state is not None and options["dropout_p"] else None,
-                        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    mask: Mask = options["mask"]
-    deterministic = bool(options["deterministic"] or torch.are_deterministic_algorithms_enabled())
-    settings = OperatorOptions.of_mask(options["scale"], mask, softcap=options["softcap"],
-                                       dropout_p=options["dropout_p"], deterministic=deterministic)
-    gradients: list[torch.Tensor] = _backward_op(q, k, v, out, lse, dout, None, *operands, *settings,
-                                                 _NO_GRADIENT_OF_OPERANDS)
-    return gradients
-
-
-def _write(made: list[torch.Tensor], wanted: tuple[torch.Tensor | None, ...]) -> None:
-    for gradient, target in zip(made, wanted, strict=True):
-        if target is not None:
-            target.copy_(gradient)
