@@ -56,6 +56,8 @@ class Arguments:
         padding: of queries and keys of this rank: (b, 1, s, 1), bool, True = padding; or None.
         borders: of packed sequences, cu_seqlens of queries and keys.
         sources: the user's tensors that say what a rank computes: lengths, then documents.
+        stand_ins: what takes the gradients of k and v where other ranks have parts of them
+            (:class:`tilewise.distributed.heads.ToHeads`); else None.
     """
 
     q: torch.Tensor
@@ -71,6 +73,7 @@ class Arguments:
     padding: tuple[torch.Tensor | None, torch.Tensor | None]
     borders: list[list[int]] | None = None
     sources: tuple[torch.Tensor | None, ...] = ()
+    stand_ins: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def has_operands_of_pairs(self) -> bool:

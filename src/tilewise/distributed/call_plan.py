@@ -53,6 +53,8 @@ def call_plan(name: str, arguments: Arguments, rank: int) -> CallPlan:
            arguments.has_operands_of_pairs, arguments.q.shape[0], arguments.k.shape[1], arguments.step,
            arguments.options.backend, device, stream_of(device))
     plan = _plans.get(arguments.sources, key, lambda: _made(name, arguments, rank, groups))
+    if arguments.stand_ins is not None:
+        plan = replace(plan, summed=plan.summed._replace(gradients=True))
     return replace(plan, tensors=BlockTensors(device)) if is_capturing(device) else plan
 
 

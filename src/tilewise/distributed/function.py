@@ -133,10 +133,11 @@ class _KeyGradients:
         self._add_arrived()
         self._under_way = step, transfer, receives
 
-    def get(self) -> Tensors:
-        """Return dk and dv, once all parts are there."""
+    def get(self, *, rounds: bool) -> Tensors:
+        """Return dk and dv, once all parts are there: in the dtype of k and v, or as sums."""
         self._add_arrived()
-        return tuple([total.to(like.dtype) for total, like in zip(self._sums, self._like, strict=True)])
+        return tuple([total.to(like.dtype) if rounds else total
+                      for total, like in zip(self._sums, self._like, strict=True)])
 
     def _add_arrived(self) -> None:
         if self._under_way is None:
@@ -179,12 +180,14 @@ class _Sum:
 class StepsFunction(torch.autograd.Function):
     """Attention by a plan, with a gradient for q, k, v, bias, slopes and sinks, through out and lse.
 
-    Of an operand that every rank has a copy of, each rank's gradient is the part of its own queries.
+    Of an operand that every rank has a copy of, each rank's gradient is the part of its own queries. With ``stand_ins``
+    (heads.ToHeads) those of k and v go to them.
     """
 
     @staticmethod
     def forward(ctx: Any, planned: Planned, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-                bias: torch.Tensor | None, slopes: torch.Tensor | None, sinks: torch.Tensor | None) -> Tensors:
+                bias: torch.Tensor | None, slopes: torch.Tensor | None, sinks: torch.Tensor | None,
+                *stand_ins: torch.Tensor) -> Tensors:
         """Return out, lse and, where the options want it, max_logit."""
         call, plan = planned.call, planned.plan
         wide = plan.summed.out
@@ -225,7 +228,8 @@ def _gradients(planned: Planned, saved: Tensors, incoming: tuple[torch.Tensor, t
     """Walk the steps once more, keys and values coming as in the forward pass and their gradients going back."""
     q, k, v, out, lse, bias, slopes, sinks = saved
     call, summed, rows = planned.call, planned.plan.summed, (out, lse, *incoming)
-    needs = (wanted[0], wanted[1] or wanted[2], wanted[3], wanted[4])
+    has_stand_ins = len(wanted) > 6
+    needs = (wanted[0], any((*wanted[1:3], *wanted[6:])), wanted[3], wanted[4])
     of_q = QueryGradient(q)
     of_operands = [_Sum(tensor) for tensor, needed in ((bias, needs[2]), (slopes, needs[3])) if needed]
     of_keys = _KeyGradients(planned, k, v)
@@ -242,7 +246,7 @@ def _gradients(planned: Planned, saved: Tensors, incoming: tuple[torch.Tensor, t
                 total.add(part, where)
         if needs[1]:
             of_keys.send(step, tuple([total.get() for total in of_step]))
-    dk, dv = of_keys.get() if needs[1] else (None, None)
+    of_k_and_v = of_keys.get(rounds=not has_stand_ins) if needs[1] else (None, None)
     if needs[0]:
         for kv_heads, idle in planned.plan.segments.idle:
             of_q.leave_empty(call.query_heads(kv_heads), idle)
@@ -250,7 +254,10 @@ def _gradients(planned: Planned, saved: Tensors, incoming: tuple[torch.Tensor, t
     dbias, dslopes = (next(found).to(like.dtype) if needed else None
                       for like, needed in ((bias, needs[2]), (slopes, needs[3])))
     dsinks = None if sinks is None or not wanted[5] else sinks_gradient(sinks, lse, out, *incoming)
-    return of_q.get() if needs[0] else None, dk, dv, dbias, dslopes, dsinks
+    dq = of_q.get() if needs[0] else None
+    if has_stand_ins:
+        return dq, None, None, dbias, dslopes, dsinks, *of_k_and_v
+    return dq, *of_k_and_v, dbias, dslopes, dsinks
 
 
 def _places(call: Call, block: Block, heads: Span, needs: tuple[bool, ...],

@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from tilewise.distributed.exchange import TensorForm, empty_message, pack, start, unpack
 from tilewise.distributed.layouts import Layout
+from tilewise.distributed.partial import sum_dtype
 from tilewise.masks import Span
 
 Ranges = tuple[Span, ...]  # of each rank, the heads that it computes
@@ -23,11 +24,18 @@ class Exchanged:
         layout: of its sequence.
         ranges: heads of each rank; ranks may share some, as of keys that several ranks' query heads read.
         heads: how many there are.
+        wide: whether the gradients of a rank's heads come as parts of sums, by a stand-in (:class:`ToHeads`).
     """
 
     layout: Layout
     ranges: Ranges
     heads: int
+    wide: bool = False
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several ranks have a head."""
+        return sum(map(len, self.ranges)) > self.heads
 
 
 def head_ranges(heads: int, ranks: int) -> Ranges:
@@ -42,25 +50,43 @@ def key_ranges(ranges: Ranges, group: int) -> Ranges:
 
 
 class ToHeads(torch.autograd.Function):
-    """(b, heads, s of this rank, d) -> (b, heads of this rank, s, d), for several tensors in one message a rank."""
+    """(b, heads, s of this rank, d) -> (b, heads of this rank, s, d), for several tensors in one message a rank.
+
+    A gradient has the dtype of its tensor: of 16 bits, each rank's part of a shared head's would be rounded before the
+    parts are added up. So behind the tensors come, of each that is ``wide``, a stand-in: of its shape, float32 (float64
+    of float64), without memory. The tensor itself has no gradient then: whoever computes with it gives it to the
+    stand-in.
+    """
 
     @staticmethod
     def forward(ctx: Any, group: dist.ProcessGroup, where: Sequence[Exchanged],
                 *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the tensors of this rank's heads."""
+        """Return the tensors of this rank's heads, then the stand-ins."""
         ctx.group, ctx.where = group, where
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*[tensor.new_empty(()).expand(tensor.shape) for tensor in tensors])
-        return tuple(to_heads(group, where, tensors))
+        made = to_heads(group, where, tensors)
+        wide = [own for own, one in zip(made, where, strict=True) if one.wide]
+        ctx.mark_non_differentiable(*wide)
+        return *made, *[stand_in(own) for own in wide]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         """Send the gradients back; those of heads that ranks share are summed."""
-        rank = dist.get_rank(ctx.group)
-        whole = [_zeros(like, (one.ranges[rank], one.layout.length)) if gradient is None else gradient
-                 for gradient, like, one in zip(gradients, ctx.saved_tensors, ctx.where, strict=True)]
-        return None, None, *to_sequence(ctx.group, ctx.where, whole)
+        rank, of_stand_ins = dist.get_rank(ctx.group), iter(gradients[len(ctx.where):])
+        whole = []
+        for gradient, like, one in zip(gradients, ctx.saved_tensors, ctx.where, strict=False):
+            own = next(of_stand_ins) if one.wide else gradient
+            whole.append(own if own is not None else _zeros(
+                stand_in(like) if one.wide else like, (one.ranges[rank], one.layout.length)))
+        sums = to_sequence(ctx.group, ctx.where, whole)
+        return None, None, *[own.to(like.dtype) for own, like in zip(sums, ctx.saved_tensors, strict=True)]
+
+
+def stand_in(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what takes a tensor's gradient in its place: zeros of its shape and without memory."""
+    return tensor.new_zeros((), dtype=sum_dtype(tensor)).expand(tensor.shape)
 
 
 class ToSequence(torch.autograd.Function):
@@ -132,9 +158,7 @@ def to_sequence(group: dist.ProcessGroup, where: Sequence[Exchanged],
     found = []
     for number, (tensor, one) in enumerate(zip(tensors, where, strict=True)):
         shape = (tensor.shape[0], one.heads, one.layout.shard_length(rank), tensor.shape[3])
-        is_shared = sum(map(len, one.ranges)) > one.heads
-        whole = tensor.new_zeros(shape, dtype=torch.promote_types(tensor.dtype, torch.float32)
-                                 if is_shared else tensor.dtype)
+        whole = tensor.new_zeros(shape, dtype=sum_dtype(tensor) if one.is_shared else tensor.dtype)
         for other in range(ranks):
             _of_heads(whole, one.ranges[other]).add_(parts[other][number])
         found.append(whole.to(tensor.dtype))

@@ -10,7 +10,6 @@ from tilewise.distributed.blocks import check_backends, check_block
 from tilewise.distributed.call_plan import call_plan
 from tilewise.distributed.cost_model import SCHEDULES, Estimate, Links, estimates, estimates_of_rows
 from tilewise.distributed.function import Planned, StepsFunction
-from tilewise.distributed.heads import head_ranges, key_ranges
 from tilewise.distributed.mesh import Ranks
 from tilewise.distributed.ulysses import HeadExchange, attend_by_heads, over_rows, why_not_heads
 from tilewise.errors import UnsupportedProblem
@@ -103,13 +102,21 @@ def _why_not(name: str, arguments: Arguments, mesh: tuple[int, ...]) -> str | No
 def run_schedule(name: str, arguments: Arguments, ranks: Ranks) -> tuple[torch.Tensor, ...]:
     """Return out, lse and, where the options want it, max_logit of this rank's queries."""
     if name == "ulysses":
-        return attend_by_heads(arguments, ranks.group)
+        exchange = _exchange_of_all(arguments, ranks)
+        of_heads = exchange.to_heads(arguments, ranks.group)
+        if of_heads.stand_ins is None:
+            return exchange.to_sequence(attend_by_heads(of_heads), ranks.group)
+        return exchange.to_sequence(run_steps("ring", over_rows(of_heads, ranks.count), ranks.group, 0), ranks.group)
     if ranks.heads is None:
         return run_steps(name, arguments, ranks.group, ranks.rank)
     exchange, size = _exchange_in_row(arguments, ranks, ranks.heads), dist.get_world_size(ranks.heads)
     of_row = over_rows(exchange.to_heads(arguments, ranks.heads), size)
     results = run_steps(name, of_row, ranks.group, dist.get_rank(ranks.group))
     return exchange.to_sequence(results, ranks.heads)
+
+
+def _exchange_of_all(arguments: Arguments, ranks: Ranks) -> HeadExchange:
+    return HeadExchange.of(arguments, dist.get_rank(ranks.group), (arguments.queries, arguments.keys))
 
 
 def _exchange_in_row(arguments: Arguments, ranks: Ranks, row: dist.ProcessGroup) -> HeadExchange:
@@ -121,26 +128,25 @@ def run_steps(name: str, arguments: Arguments, group: dist.ProcessGroup, rank: i
     plan, operands = call_plan(name, arguments, rank), arguments.operands
     planned = Planned(group, rank, plan, arguments.call(plan.tensors, packs_documents=plan.packs_documents))
     results: tuple[torch.Tensor, ...] = StepsFunction.apply(  # type: ignore[no-untyped-call]
-        planned, arguments.q, arguments.k, arguments.v, operands.bias, operands.alibi_slopes, operands.sinks)
+        planned, arguments.q, arguments.k, arguments.v, operands.bias, operands.alibi_slopes, operands.sinks,
+        *(arguments.stand_ins or ()))
     return results
 
 
 def check_blocks(name: str, arguments: Arguments, ranks: Ranks) -> None:
     """Raise what a local call would raise where no backend takes it, in either pass: before a message is sent."""
+    rank = dist.get_rank(ranks.group)
     if name == "ulysses":
-        q, k, v = arguments.q, arguments.k, arguments.v
-        ranges = head_ranges(q.shape[1], ranks.count)
-        heads, of_keys = len(ranges[0]), len(key_ranges(ranges, q.shape[1] // k.shape[1])[0])
-        whole = [own.new_empty((own.shape[0], count, layout.length, own.shape[3])) for own, count, layout in (
-            (q, heads, arguments.queries), (k, of_keys, arguments.keys), (v, of_keys, arguments.keys))]
-        check_backends(whole, Operands(), OperatorOptions.of_mask(
-            arguments.options.scale, arguments.mask, softcap=arguments.options.softcap,
-            deterministic=arguments.options.deterministic, backend=arguments.options.backend))
-        return
+        arguments = _exchange_of_all(arguments, ranks).to_heads(arguments, None)
+        if arguments.stand_ins is None:
+            check_backends((arguments.q, arguments.k, arguments.v), Operands(), OperatorOptions.of_mask(
+                arguments.options.scale, arguments.mask, softcap=arguments.options.softcap,
+                deterministic=arguments.options.deterministic, backend=arguments.options.backend))
+            return
+        name, rank, arguments = "ring", 0, over_rows(arguments, ranks.count)
     if ranks.heads is not None:
         size = dist.get_world_size(ranks.heads)
         arguments = over_rows(_exchange_in_row(arguments, ranks, ranks.heads).to_heads(arguments, None), size)
-    rank = dist.get_rank(ranks.group)
     plan = call_plan(name, arguments, rank)
     call = arguments.call(plan.tensors, packs_documents=plan.packs_documents)
     for step in plan.steps:

@@ -14,7 +14,16 @@ import torch.distributed as dist
 
 from tilewise.api import attention, attention_varlen
 from tilewise.distributed.arguments import Arguments
-from tilewise.distributed.heads import Exchanged, Ranges, ToHeads, ToSequence, head_ranges, key_ranges, to_heads
+from tilewise.distributed.heads import (
+    Exchanged,
+    Ranges,
+    ToHeads,
+    ToSequence,
+    head_ranges,
+    key_ranges,
+    stand_in,
+    to_heads,
+)
 from tilewise.distributed.layouts import Layout, layout_in_row, layout_of_rows
 from tilewise.masks import Mask, Span, TensorMask
 from tilewise.masks.document_ranges import documents_of
@@ -80,31 +89,32 @@ class HeadExchange:
             group: the group; None: nothing is sent, and the values are arbitrary.
         """
         q, k, v, operands = arguments.q, arguments.k, arguments.v, arguments.operands
-        own = self.heads[self.rank]
+        own, of_keys = self.heads[self.rank], Exchanged(self.keys, self.kv_heads, k.shape[1])
+        of_keys = replace(of_keys, wide=of_keys.is_shared)
         bias, mask = (None if tensor is None else _of_heads(tensor, own) for tensor in (operands.bias, operands.mask))
         slopes, sinks = operands.alibi_slopes, operands.sinks
-        tensors, where = [q, k, v], [Exchanged(self.queries, self.heads, q.shape[1]),
-                                     *[Exchanged(self.keys, self.kv_heads, k.shape[1])] * 2]
+        tensors, where = [q, k, v], [Exchanged(self.queries, self.heads, q.shape[1]), of_keys, of_keys]
         has_rows = [operand is not None and operand.shape[2] > 1 and arguments.sequences is None  # packed: whole ones
                     for operand in (operands.bias, operands.mask)]
         if operands.bias is not None and has_rows[0]:
             tensors.append(operands.bias)
             where.append(self.rows_of(operands.bias))
         q, k, v, *rest = self._exchanged(tensors, where, None if group is None else partial(ToHeads.apply, group))
-        if rest:
-            (bias,) = rest
+        if has_rows[0]:
+            bias = rest.pop(0)
         if operands.mask is not None and has_rows[1]:
             (mask,) = self._exchanged([operands.mask], [self.rows_of(operands.mask)], None if group is None else (
                 lambda where, tensor: to_heads(group, where, [tensor])))
         cut = operands._replace(bias=bias, mask=mask, sinks=None if sinks is None else sinks[own.start:own.stop],
                                 alibi_slopes=None if slopes is None else slopes[:, own.start:own.stop])
-        return replace(arguments, q=q, k=k, v=v, operands=cut)
+        return replace(arguments, q=q, k=k, v=v, operands=cut, stand_ins=(rest[0], rest[1]) if of_keys.wide else None)
 
     def _exchanged(self, tensors: list[torch.Tensor], where: list[Exchanged], exchange: Any) -> list[torch.Tensor]:
         if exchange is not None:
             return list(exchange(where, *tensors))
-        return [tensor.new_empty((tensor.shape[0], len(one.ranges[self.rank]), one.layout.length, tensor.shape[3]))
+        made = [tensor.new_empty((tensor.shape[0], len(one.ranges[self.rank]), one.layout.length, tensor.shape[3]))
                 for tensor, one in zip(tensors, where, strict=True)]
+        return made + [stand_in(own) for own, one in zip(made, where, strict=True) if one.wide]
 
     def to_sequence(self, results: Results, group: dist.ProcessGroup) -> Results:
         """Exchange out and rows, lse and max_logit, of this rank's heads for those of its tokens."""
@@ -121,19 +131,17 @@ def over_rows(arguments: Arguments, ranks: int) -> Arguments:
                    keys=layout_of_rows(arguments.keys, ranks))
 
 
-def attend_by_heads(arguments: Arguments, group: dist.ProcessGroup) -> Results:
-    """Exchange the sequence for heads, attend to all of it, and exchange back."""
-    exchange = HeadExchange.of(arguments, dist.get_rank(group), (arguments.queries, arguments.keys))
-    of_heads = exchange.to_heads(arguments, group)
-    operands, options, lengths = of_heads.operands, of_heads.options, of_heads.packed_lengths
+def attend_by_heads(arguments: Arguments) -> Results:
+    """Attend to the whole sequence; the arguments are of this rank's heads."""
+    operands, options, lengths = arguments.operands, arguments.options, arguments.packed_lengths
     # One of overloads, which is decided by a value.
     attend: Any = attention if lengths is None else partial(_attend_packed, lengths)
-    results = attend(
-        of_heads.q, of_heads.k, of_heads.v, mask=_mask(of_heads), scale=options.scale, bias=operands.bias,
+    results: Results = attend(
+        arguments.q, arguments.k, arguments.v, mask=_mask(arguments), scale=options.scale, bias=operands.bias,
         softcap=options.softcap, alibi_slopes=operands.alibi_slopes, sinks=operands.sinks,
         return_aux=("lse", "max_logit") if options.max_logit else ("lse",), deterministic=options.deterministic,
         backend=options.backend)
-    return exchange.to_sequence(results, group)
+    return results
 
 
 def _attend_packed(lengths: dict[str, Any], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
