@@ -186,9 +186,9 @@ def bytes_received(mesh, mask, layout, schedule, documents):
     return sum(received)
 
 
-def errors_in_16_bits(mesh, schedule):
+def errors_in_16_bits(mesh, schedule, hk=2):
     """Return, for out and each gradient, the error of the parts and of the one-device call, against float64."""
-    whole = inputs(s=64, dtype=torch.bfloat16, d=16)
+    whole = inputs(s=64, dtype=torch.bfloat16, d=16, hk=hk)
     dout = torch.randn(1, 4, 64, 16, generator=torch.Generator().manual_seed(2)).bfloat16()
 
     def run(attend, tensors, gradient):
@@ -236,11 +236,24 @@ def dtypes_of_parts(mesh, mask, layout, schedule):
     return found
 
 
-def refused_parts(mesh):
-    """Return the error of a ring with a backend that writes no float32 of 16-bit inputs."""
-    tensors = shards(mesh, dtype=torch.bfloat16, hk=4)
-    return message_of(lambda: context_parallel_attention(*tensors, mesh=mesh, layout="zigzag", schedule="ring",
+def refused_parts(mesh, schedule):
+    """Return the error of a schedule with a backend that writes no float32 of 16-bit inputs."""
+    tensors = [part.requires_grad_() for part in shards(mesh, dtype=torch.bfloat16, hk=2)]
+    return message_of(lambda: context_parallel_attention(*tensors, mesh=mesh, layout="zigzag", schedule=schedule,
                                                          backend="torch"))
+
+
+def shared_heads_without_a_gradient(mesh):
+    """Return how far out is from one device's, of ranks that share heads of keys and a backend that writes no parts."""
+    whole = inputs(dtype=torch.bfloat16, hk=2)
+    found = []
+    for needed, grads in ((False, True), (True, False)):
+        parts = [shard(own, mesh, dim=2, layout="zigzag").requires_grad_(needed) for own in whole]
+        with torch.set_grad_enabled(grads):
+            out = context_parallel_attention(*parts, mesh=mesh, layout="zigzag", schedule="ulysses", backend="torch")
+        one = tw.attention(*whole, backend="torch")
+        found.append(float((unshard(out.detach(), mesh, dim=2, layout="zigzag") - one).abs().max()))
+    return found
 
 
 def surroundings(mesh):

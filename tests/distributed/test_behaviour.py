@@ -199,24 +199,31 @@ def test_errors_in_16_bits_are_those_of_one_device(workers, schedule):
 @pytest.mark.parametrize(("mask", "layout", "schedule", "out", "gradients"), [
     (None, "zigzag", "ring", torch.float32, torch.float32),
     (tw.causal(), "zigzag", "all_gather", torch.bfloat16, torch.float32),
+    (tw.causal(), "zigzag", "ulysses", torch.bfloat16, torch.float32),
     (tw.documents(torch.arange(64) // 16), "contiguous", "ring", torch.bfloat16, torch.bfloat16)],
-    ids=["several_parts", "parts_of_gradients", "one_call"])
+    ids=["several_parts", "parts_of_gradients", "shared_heads", "one_call"])
 def test_parts_of_a_sum_are_float32_and_results_of_one_call_are_not(workers, mask, layout, schedule, out, gradients):
     for found in workers.run(4, MODULE, "dtypes_of_parts", mask, layout, schedule):
         assert found == ({out}, {gradients})
 
 
-def test_a_backend_without_float32_results_is_refused_for_parts_of_a_sum_by_name(workers):
-    for kind, text in workers.run(4, MODULE, "refused_parts"):
+@pytest.mark.parametrize("schedule", ["ring", "ulysses"])
+def test_a_backend_without_float32_results_is_refused_for_parts_of_a_sum_by_name(workers, schedule):
+    for kind, text in workers.run(4, MODULE, "refused_parts", schedule):
         assert kind == "UnsupportedProblem"
         assert "torch: writes results in the inputs' dtype, got torch.bfloat16 with results in float32" in text
 
 
+def test_without_a_gradient_ranks_that_share_heads_have_no_parts(workers):
+    for found in workers.run(4, MODULE, "shared_heads_without_a_gradient"):
+        assert found == [0.0, 0.0]
+
+
 @pytest.mark.parametrize("schedule", ["ring", "all_gather"])
 def test_errors_in_16_bits_of_two_dims_are_those_of_one_device(workers, schedule):
-    """Each row of two ranks shares no head of keys, one of four does."""
-    for mesh in ((2, 2), (1, 4)):
-        errors = workers.run(mesh, MODULE, "errors_in_16_bits", schedule)[0]
+    """With and without heads of keys that the ranks of a row share."""
+    for mesh, hk in (((2, 2), 2), ((2, 2), 1), ((1, 4), 2)):
+        errors = workers.run(mesh, MODULE, "errors_in_16_bits", schedule, hk)[0]
         assert [many / one for many, one in errors if many > 1.1 * one] == []
 
 

@@ -5,7 +5,8 @@
     ulysses     compute + (q, k and v one way, out the other) / bandwidth + two latencies + copies before and behind
 
 and for each call what it costs beside its work. A ring has one for each block of its plan, an all_gather one for each
-group of heads and piece of a rank's queries, and ulysses one, and one more for each of the four tensors exchanged.
+group of heads and piece of a rank's queries, and ulysses one, and one more for each of the four tensors exchanged;
+where its ranks share heads of keys and a mask has pieces, it has more than are counted.
 
 ``compute`` is of the rank with the most visible pairs: of its layout for ring and all_gather, all pairs divided by the
 number of ranks for ulysses, whose ranks have the whole sequence. On a mesh of two dims, the exchange of heads

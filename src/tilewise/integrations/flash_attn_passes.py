@@ -30,8 +30,8 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float,
     """Run the forward pass alone, without a graph.
 
     Returns:
-        out, lse and S_dmask as :func:`flash_attn_func`, and rng_state, (2,), int64: dropout's seed and a 0, for the
-        backward pass.
+        out, lse and S_dmask as :func:`tilewise.integrations.flash_attn.flash_attn_func`, and rng_state, (2,), int64:
+        dropout's seed and a 0, for the backward pass.
     """
     options = options_of(dropout_p, softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes)
     with torch.no_grad():

@@ -48,7 +48,7 @@ def bounds_of(problem: AttentionProblem) -> tuple[int | None, int | None, int | 
 
 
 def scaling_of(problem: AttentionProblem) -> tuple[float, float | None]:
-    """Return what scores are multiplied by, to base 2, and with a softcap what precedes tanh (arguments.Scaling)."""
+    """Return what scores, or their tanh, are multiplied by, to base 2, and with a softcap what precedes tanh."""
     log2e, softcap = math.log2(math.e), problem.scores.softcap
     if softcap is None:
         return problem.scale * log2e, None
