@@ -20,7 +20,7 @@ def squashed(s, squash, ALONE: gl.constexpr):
     """Under a softcap, u = (tanh(x) - 1) / 2 = -1 / (1 + exp(2x)), with x = s / softcap; else the scores as they are.
 
     The softcap times tanh(x) is softcap + 2 softcap·u, and the softmax takes no notice of the first term (maths.md,
-    section 11). u errs by a few units of its last place: of the capped score that is up to 2^-22 of the softcap.
+    section 11). u errs by up to 2^-22, a few roundings of float32; the capped score by up to 2^-21 of the softcap.
 
     ALONE: each score has a reciprocal of its own. Else four of a row share one, of a product, since the unit that makes
     reciprocals makes the exponentials too; exp(2x) then goes to 2^30, where tanh(x) is 1, and NaN makes all four NaN.
