@@ -15,6 +15,7 @@ if not torch.cuda.is_available():
 from hypothesis import settings
 
 from tilewise.dispatch import BACKENDS, get_backend
+from tilewise.tuning.device import device_spec
 
 settings.register_profile("suite", deadline=None, derandomize=True, max_examples=20, database=None)
 settings.load_profile("suite")
@@ -50,6 +51,13 @@ def pytest_collection_finish():
 @pytest.fixture(scope="session")
 def device(request):
     return torch.device(request.config.getoption("--device"))
+
+
+@pytest.fixture
+def hopper_gpu(device):
+    """Skip a test of what is made for sm_90 alone, on other GPUs."""
+    if device_spec(device).arch != "sm_90":
+        pytest.skip("runs on Hopper GPUs")
 
 
 @pytest.fixture(scope="session", params=BACKENDS)

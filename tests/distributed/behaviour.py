@@ -244,16 +244,23 @@ def refused_parts(mesh, schedule):
 
 
 def shared_heads_without_a_gradient(mesh):
-    """Return how far out is from one device's, of ranks that share heads of keys and a backend that writes no parts."""
+    """Call with a backend that writes no float32, on ranks that share heads of keys.
+
+    Return how far out is from one device's where nothing needs a gradient, and the error where the same call does.
+    """
     whole = inputs(dtype=torch.bfloat16, hk=2)
     found = []
+
+    def attend(parts):
+        return context_parallel_attention(*parts, mesh=mesh, layout="zigzag", schedule="ulysses", backend="torch")
+
     for needed, grads in ((False, True), (True, False)):
         parts = [shard(own, mesh, dim=2, layout="zigzag").requires_grad_(needed) for own in whole]
         with torch.set_grad_enabled(grads):
-            out = context_parallel_attention(*parts, mesh=mesh, layout="zigzag", schedule="ulysses", backend="torch")
+            out = attend(parts)
         one = tw.attention(*whole, backend="torch")
         found.append(float((unshard(out.detach(), mesh, dim=2, layout="zigzag") - one).abs().max()))
-    return found
+    return found, message_of(lambda: attend(parts))[0]
 
 
 def surroundings(mesh):

@@ -215,8 +215,9 @@ def test_a_backend_without_float32_results_is_refused_for_parts_of_a_sum_by_name
 
 
 def test_without_a_gradient_ranks_that_share_heads_have_no_parts(workers):
-    for found in workers.run(4, MODULE, "shared_heads_without_a_gradient"):
+    for found, error in workers.run(4, MODULE, "shared_heads_without_a_gradient"):
         assert found == [0.0, 0.0]
+        assert error == "UnsupportedProblem"
 
 
 @pytest.mark.parametrize("schedule", ["ring", "all_gather"])

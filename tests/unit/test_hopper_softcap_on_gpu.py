@@ -8,9 +8,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tilewise.kernels.hopper.softmax import squashed
-from tilewise.tuning.device import device_spec
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
 SQUASH = 2.0 * math.log2(math.e)  # of x = s
 
 
@@ -21,12 +20,6 @@ def squash_kernel(scores_ptr, out_ptr, squash, alone: gl.constexpr, count: gl.co
     keys = gl.arange(0, count, layout=gl.SliceLayout(0, layout))
     places = rows[:, None] * count + keys[None, :]
     gl.store(out_ptr + places, squashed(gl.load(scores_ptr + places), squash, alone))
-
-
-@pytest.fixture(autouse=True)
-def a_hopper_gpu(device):
-    if device_spec(device).arch != "sm_90":
-        pytest.skip("runs on Hopper GPUs")
 
 
 def squash(scores, alone):

@@ -6,15 +6,8 @@ import torch
 import tilewise as tw
 from tilewise.backends._support import hopper, self_check, self_check_calls
 from tilewise.support.caches import clear_caches
-from tilewise.tuning.device import device_spec
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def a_hopper_gpu(device):
-    if device_spec(device).arch != "sm_90":
-        pytest.skip("runs on Hopper GPUs")
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
 
 
 @pytest.mark.parametrize(("family", "dims"), [(family, dims) for family, calls in self_check_calls.CALLS.items()

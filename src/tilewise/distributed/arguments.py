@@ -82,6 +82,12 @@ class Arguments:
         return any(own is not None for own in (operands.bias, operands.mask, operands.alibi_slopes))
 
     @property
+    def keys_with_gradient(self) -> tuple[str, ...]:
+        """Which of k and v get a gradient."""
+        return tuple([name for name, tensor in (("k", self.k), ("v", self.v))
+                      if tensor.requires_grad and torch.is_grad_enabled()])
+
+    @property
     def merges(self) -> bool:
         """Whether blocks may become one: nothing is said of each pair."""
         return not self.has_operands_of_pairs and self.documents is None and not self.options.dropout_p
@@ -152,7 +158,7 @@ class Arguments:
         given = [name for name in ("bias", "alibi_slopes", "mask", "sinks") if getattr(self.operands, name) is not None]
         if self.documents is not None:  # where they lie and who computes them decides what is sent
             given.append(f"documents on {self.documents[0].device.type} for backend {self.options.backend!r}")
-        needs = [name for name, tensor in (("k", self.k), ("v", self.v)) if tensor.requires_grad]
+        needs = self.keys_with_gradient
         packed = ""
         if self.sequences is not None:
             packed = f"{len(self.sequences)} packed sequences, "

@@ -51,10 +51,8 @@ def call_plan(name: str, arguments: Arguments, rank: int) -> CallPlan:
     device = arguments.q.device
     key = (name, rank, groups, arguments.queries, arguments.keys, arguments.mask, arguments.merges,
            arguments.has_operands_of_pairs, arguments.q.shape[0], arguments.k.shape[1], arguments.step,
-           arguments.options.backend, device, stream_of(device))
+           arguments.options.backend, arguments.stand_ins is None, device, stream_of(device))
     plan = _plans.get(arguments.sources, key, lambda: _made(name, arguments, rank, groups))
-    if arguments.stand_ins is not None:
-        plan = replace(plan, summed=plan.summed._replace(gradients=True))
     return replace(plan, tensors=BlockTensors(device)) if is_capturing(device) else plan
 
 
@@ -67,7 +65,10 @@ def _made(name: str, arguments: Arguments, rank: int, groups: int) -> CallPlan:
         steps = all_gather_plan(problem, rank, groups, narrow or no_narrowing)
     else:
         steps = cached_ring_plan(problem, rank) if narrow is None else ring_plan(problem, rank, narrow)
-    return CallPlan(steps, summed_of(steps, rank), arguments.padded_rows(rank),
+    summed = summed_of(steps, rank)
+    if arguments.stand_ins is not None:  # other ranks have parts of dk and dv
+        summed = summed._replace(gradients=True)
+    return CallPlan(steps, summed, arguments.padded_rows(rank),
                     segments_of(steps, arguments.q.shape[2]), BlockTensors(arguments.q.device), packed is not None)
 
 

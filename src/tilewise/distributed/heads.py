@@ -54,8 +54,7 @@ class ToHeads(torch.autograd.Function):
 
     A gradient has the dtype of its tensor: of 16 bits, each rank's part of a shared head's would be rounded before the
     parts are added up. So behind the tensors come, of each that is ``wide``, a stand-in: of its shape, float32 (float64
-    of float64), without memory. The tensor itself has no gradient then: whoever computes with it gives it to the
-    stand-in.
+    of float64), without memory. The tensor itself has no gradient then: StepsFunction returns it for the stand-in.
     """
 
     @staticmethod

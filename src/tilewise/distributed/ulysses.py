@@ -90,8 +90,7 @@ class HeadExchange:
         """
         q, k, v, operands = arguments.q, arguments.k, arguments.v, arguments.operands
         own, of_keys = self.heads[self.rank], Exchanged(self.keys, self.kv_heads, k.shape[1])
-        needs_sums = of_keys.is_shared and torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
-        of_keys = replace(of_keys, wide=needs_sums)
+        of_keys = replace(of_keys, wide=of_keys.is_shared and bool(arguments.keys_with_gradient))
         bias, mask = (None if tensor is None else _of_heads(tensor, own) for tensor in (operands.bias, operands.mask))
         slopes, sinks = operands.alibi_slopes, operands.sinks
         tensors, where = [q, k, v], [Exchanged(self.queries, self.heads, q.shape[1]), of_keys, of_keys]
