@@ -256,7 +256,7 @@ def prepare_hopper(request):
         strides, plan = plan_of(replace(problem, direction="backward"), config.block_n // 64, 1)
         launch = backward_launch(problem, config, backward_schedule(problem, config), problem.q_strides, 132,
                                  plan=strides)
-        taken, data = (q, k, v, out, rows, rows), (*lengths, operands.seed, *plan)
+        taken, data = (q, k, v, out, rows, rows), (*lengths, operands.seed, *plan, operands.alibi_slopes)
         if config.kernel == "d256":
             launch = launch.dq if request["part"] == "dq" else launch.dkdv
             arguments = launch.arguments((*taken, *(written[:1] if request["part"] == "dq" else written[1:3])))

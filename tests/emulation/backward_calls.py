@@ -1,9 +1,12 @@
 """Small calls of the Hopper backward kernels, and what their gradients are."""
 
+from dataclasses import replace
+
 import torch
 
 from tilewise.masks import Mask, causal, window
 from tilewise.problem import AttentionProblem
+from tilewise.problem.options import OperandSpec, ScoreOptions
 
 SCALE = 0.1
 MASKS = {
@@ -27,14 +30,31 @@ def call_of(mask, lengths, heads, dims, b=2):
     return problem, (q, k, v, dout, lse, delta)
 
 
-def expected(problem, tensors, visible=None):
-    """dq, dk and dv of any lse and delta, in float64; dq before it is scaled. visible: the mask, if it is no band."""
+def with_slopes(problem, slopes):
+    """The problem with ALiBi's slopes, (b|1, hq)."""
+    spec = OperandSpec(tuple(slopes.shape), slopes.stride(), slopes.dtype)
+    return replace(problem, scores=ScoreOptions(alibi_slopes=spec))
+
+
+def alibi_of(problem, slopes):
+    """What ALiBi takes off the scores of queries and keys that take part."""
+    queries, keys = problem.seeing_queries, problem.seen_keys
+    standing = torch.arange(problem.sq)[queries.start:queries.stop] + problem.mask.offset(problem.sq, problem.sk)
+    distance = (standing[:, None] - torch.arange(problem.sk)[keys.start:keys.stop]).abs()
+    return slopes.double()[..., None, None] * distance
+
+
+def expected(problem, tensors, visible=None, taken_off=0.0):
+    """dq, dk and dv of any lse and delta, in float64; dq before it is scaled.
+
+    visible: the mask, if it is no band. taken_off: of scaled scores.
+    """
     q, k, v, dout, lse, delta = (tensor.double() for tensor in tensors)
     wide_k, wide_v = (tensor.repeat_interleave(problem.group, 1) for tensor in (k, v))
     queries, keys = problem.seeing_queries, problem.seen_keys
     if visible is None:
         visible = problem.mask.visible(problem.sq, problem.sk)[queries.start:queries.stop, keys.start:keys.stop]
-    probs = torch.exp(SCALE * q @ wide_k.mT - lse[..., None]).masked_fill(~visible, 0.0)
+    probs = torch.exp(SCALE * q @ wide_k.mT - taken_off - lse[..., None]).masked_fill(~visible, 0.0)
     dscores = probs * (dout @ wide_v.mT - delta[..., None])
     dk, dv = ((left.mT @ right).unflatten(1, (-1, problem.group)).sum(2)
               for left, right in ((dscores, q), (probs, dout)))

@@ -8,7 +8,7 @@ from emulation.gluon_on_cpu import Descriptor, Pointer, run
 from emulation.gluon_values import whole
 from emulation.hopper_calls import bound_forward
 from emulation.plan_on_cpu import plan_constants
-from tilewise.kernels.hopper import mask_plan, mask_ranges, pipeline, products, softmax, varlen
+from tilewise.kernels.hopper import alibi, mask_plan, mask_ranges, pipeline, products, softmax, varlen
 from tilewise.kernels.hopper import tile_scheduler as tiles
 from tilewise.kernels.hopper.forward import dropout, epilogue, scores, split_kv
 from tilewise.kernels.hopper.forward import kernel as forward
@@ -19,7 +19,7 @@ from tilewise.problem import AttentionProblem
 from tilewise.problem.options import NO_OPERANDS, OperandSpec, ScoreOptions
 from tilewise.testing import oracle
 
-MODULES = (forward, loading, split_kv, varlen, pipeline, products, epilogue, softmax, tiles, mask_plan,
+MODULES = (forward, alibi, loading, split_kv, varlen, pipeline, products, epilogue, softmax, tiles, mask_plan,
            mask_ranges, scores, dropout)
 
 

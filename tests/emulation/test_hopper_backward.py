@@ -1,12 +1,14 @@
 """The Hopper backward kernel of heads up to 128: its source on the CPU, in the ways that a block may be computed."""
 
+import itertools
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
-from emulation.backward_calls import MASKS, call_of, compare, expected, extra_columns_of
+from emulation.backward_calls import MASKS, alibi_of, call_of, compare, expected, extra_columns_of, with_slopes
 from emulation.hopper_calls import bound_backward
 from tilewise.kernels.hopper.backward.config import (
     D128AugmentedKVariant,
@@ -14,7 +16,9 @@ from tilewise.kernels.hopper.backward.config import (
     HopperD128AugmentedKConfig,
     HopperD128Config,
 )
-from tilewise.masks import Mask
+from tilewise.masks import Mask, window
+from tilewise.problem.options import OperandSpec
+from tilewise.problem.sequences import Sequences
 
 backward_on_cpu = pytest.importorskip("emulation.backward_on_cpu", reason="Triton is not installed")
 S_AHEAD = HopperD128Config(s_ahead=True, variant=D128Variant.DQ_FROM_REGISTERS)
@@ -31,6 +35,40 @@ def test_the_source_computes_the_gradients_on_the_cpu(mask, config, d):
     random.seed(0)
     problem, tensors = call_of(*mask, (d, d))
     compare(backward_on_cpu.differentiate(problem, tensors, config, 3, 3), expected(problem, tensors))
+
+
+@pytest.mark.parametrize(("config", "d"), [(S_AHEAD, 64), (STAGED, 128), (DETERMINISTIC, 128)], ids=str)
+@pytest.mark.parametrize("mask", [*list(MASKS.values())[1:], (
+    window(None, None, "bottom_right"), (200, 300), (2, 1))], ids=[*list(MASKS)[1:], "full"])
+def test_slopes_times_the_distance_are_taken_off(mask, config, d):
+    """A head's own; of full masks and windows keys lie ahead, and of some the first keys or queries are not read."""
+    random.seed(0)
+    problem, tensors = call_of(*mask, (d, d))
+    slopes = torch.tensor([[0.5, 0.02], [0.1, 1.0]])[:, :problem.hq].contiguous()
+    got = backward_on_cpu.differentiate(with_slopes(problem, slopes), tensors, config, 3, 3, slopes=slopes)
+    compare(got, expected(problem, tensors, taken_off=alibi_of(problem, slopes)))
+
+
+@pytest.mark.parametrize("alignment", ["top_left", "bottom_right"])
+@pytest.mark.parametrize("sides", [(None, None), (None, 0)], ids=["full", "causal"])
+def test_of_packed_sequences_each_has_its_own_slopes_and_diagonal(sides, alignment):
+    random.seed(0)
+    lengths_q, lengths_k = (120, 0, 180), (211, 40, 50)
+    mask, borders = window(*sides, alignment), [[0, *itertools.accumulate(own)] for own in (lengths_q, lengths_k)]
+    problem, tensors = call_of(window(None, None, alignment), (300, 301), (2, 1), (64, 64), b=1)
+    slopes = torch.tensor([[0.5, 0.02], [3.0, 3.0], [0.1, 1.0]])
+    visible, taken_off = torch.zeros(300, 301, dtype=torch.bool), torch.zeros(1, 2, 300, 301, dtype=torch.float64)
+    for number, own in enumerate(zip(lengths_q, lengths_k, strict=True)):
+        part = tuple(slice(border[number], border[number + 1]) for border in borders)
+        visible[part] = mask.visible(*own)
+        if all(own):
+            sequence = replace(problem, sq=own[0], sk=own[1])
+            taken_off[(0, slice(None), *part)] = alibi_of(sequence, slopes[number:number + 1])[0]
+    spec = OperandSpec((4,), (1,), torch.int32)
+    packed = with_slopes(replace(problem, mask=mask, sequences=Sequences(3, spec, spec)), slopes)
+    got = backward_on_cpu.differentiate(packed, tensors, HopperD128Config(), 4, 1, slopes=slopes, borders=[
+        torch.tensor(border, dtype=torch.int32) for border in borders])
+    compare(got[1:], expected(problem, tensors, visible, taken_off)[1:])
 
 
 @pytest.mark.parametrize(("sk", "config", "ctas"), [(128, DYNAMIC, 4), (4096, DYNAMIC, 128),

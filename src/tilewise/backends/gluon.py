@@ -12,6 +12,7 @@ from tilewise.backends._support.current import is_current
 from tilewise.backends._support.hopper import untrusted, wrong_triton
 from tilewise.backends._support.mask_plans import mask_plan, planner_of, too_large
 from tilewise.backends._support.memory import Allocate, Form, allocator, forms_of_gradients, forms_of_results
+from tilewise.backends._support.triton import precision_of
 from tilewise.backends.base import BoundBackward, BoundForward, Gradients, Needs, Results, Saved, Three
 from tilewise.kernels.hopper.backward.launch import HopperBackward
 from tilewise.kernels.hopper.backward.launch_d256 import HopperBackwardApart, backward_launch
@@ -29,6 +30,7 @@ from tilewise.tuning.select import (
     forward_schedule,
     hopper_backward_config,
     hopper_forward_config,
+    triton_config,
 )
 
 if TYPE_CHECKING:
@@ -79,11 +81,14 @@ class GluonBackend:
         with contextlib.nullcontext() if is_current(problem.device) else torch.cuda.device(problem.device):
             modifiers = plan.fixed if plan.fixed or plan.launch.takes_out else modifiers_of(problem, operands)
             dq, dk, dv, delta = plan.differentiate((q, k, v, out, lse, dout, dlse), modifiers, operands)
-        made = (dq if needs.dq else None, *((dk, dv) if needs.dkv else (None, None)))
-        if not needs.dsinks:
-            return Gradients(*made)
-        sums = OperandGradients(problem, operands, dbias=False, dalibi_slopes=False, dsinks=True)
-        return Gradients(*made, *sums.gradients(lse, delta))
+            made = (dq if needs.dq else None, *((dk, dv) if needs.dkv else (None, None)))
+            if not (needs.dsinks or needs.dalibi_slopes):
+                return Gradients(*made)
+            sums = OperandGradients(problem, operands, dbias=False, dalibi_slopes=needs.dalibi_slopes,
+                                    dsinks=needs.dsinks)
+            if plan.moments is not None and sums.moments is not None:
+                plan.moments(q, k, v, dout, lse, delta, dq, None, sums.moments, None, None, None, modifiers)
+            return Gradients(*made, *sums.gradients(lse, delta))
 
     def bind_backward(self, problem: AttentionProblem, saved: Saved, dout: torch.Tensor, dlse: torch.Tensor | None,
                       needs: Needs) -> BoundBackward:
@@ -161,6 +166,7 @@ class _BackwardPlan:
     """What makes memory, what dq, dk, dv and delta are, two launches, and modifiers without a tensor.
 
     Where delta has a kernel of its own, its launch comes first, then that of the others. planner: as of the forward.
+    moments: with ALiBi, the Triton kernel for dQ, which sums what few calls want on its way: the slopes' gradient.
     """
 
     allocate: Allocate
@@ -169,6 +175,7 @@ class _BackwardPlan:
     launch: HopperBackward | HopperBackwardApart
     fixed: Modifiers | None
     planner: "MaskPlanner | None"
+    moments: Launch | None
 
     def differentiate(self, tensors: tuple[Any, ...], modifiers: Modifiers | None,
                       operands: Operands = NO_OPERANDS) -> tuple[Any, ...]:
@@ -196,7 +203,7 @@ class _BackwardPlan:
         plan = NO_PLAN if self.planner is None else mask_plan(self.planner, operands, self.allocate)
         if operands is NO_OPERANDS and plan is NO_PLAN:
             return ()
-        return (*operands.lengths, operands.seed, *plan)
+        return (*operands.lengths, operands.seed, *plan, operands.alibi_slopes)
 
 
 @registered
@@ -215,13 +222,23 @@ def _backward_plan(problem: AttentionProblem, incoming: tuple[Sizes, Sizes, Size
     forms = *forms_of_gradients(problem, strides), forms_of_results(problem)[1]
     scores = problem.scores
     has_operands = bool(problem.sequences.are_data or scores.sinks or scores.mask or scores.documents_q
-                        or (scores.mask_function and scores.mask_function.dtypes))
+                        or scores.alibi_slopes or (scores.mask_function and scores.mask_function.dtypes))
     planner = planner_of(problem, rows=config.block_n // 64, columns=1)
     return _BackwardPlan(allocator(problem.device), forms, delta_launch(problem, delta_config(problem), *incoming),
                          backward_launch(problem, config, backward_schedule(problem, config), strides[0], num_sms,
                                          (out_strides, dout_strides) if nobody_else else None,
                                          allocator(problem.device), None if planner is None else planner.strides),
-                         None if has_operands else modifiers_of(problem, NO_OPERANDS), planner)
+                         None if has_operands else modifiers_of(problem, NO_OPERANDS), planner,
+                         _moments_launch(problem, dout_strides, strides[0]))
+
+
+def _moments_launch(problem: AttentionProblem, dout_strides: Sizes, dq_strides: Sizes) -> Launch | None:
+    if problem.scores.alibi_slopes is None:
+        return None
+    from tilewise.kernels.triton.dq import dq_launch
+
+    config = triton_config("dq", problem, device_spec(problem.device), descriptors=False)
+    return dq_launch(problem, config, precision_of(problem.dtype), dout_strides, dq_strides)
 
 
 def _gradient_strides(problem: AttentionProblem) -> tuple[Sizes, Sizes, Sizes]:
@@ -247,7 +264,7 @@ def _wrong_dtype_or_dims(problem: AttentionProblem) -> str | None:
     if max(problem.d, problem.dv) > WIDEST:
         return f"takes head dims up to {WIDEST}, got {problem.d} and {problem.dv}"
     if problem.direction == "backward" and max(problem.d, problem.dv) > WIDEST_WITH_EVERY_OPTION:
-        wanted = {"lengths that are data": problem.sequences.are_data,
+        wanted = {"lengths that are data": problem.sequences.are_data, "ALiBi": problem.scores.alibi_slopes is not None,
                   "softcap": problem.scores.softcap is not None, "dropout": problem.scores.dropout_p > 0.0}
         if any(wanted.values()):
             return (f"takes, in its backward pass, head dims up to {WIDEST_WITH_EVERY_OPTION} with "
@@ -296,11 +313,11 @@ def _wrong_scores(problem: AttentionProblem) -> str | None:
         return "takes no max_logit"
     plain = problem.scores._replace(softcap=None, sinks=None, max_logit=False, dropout_p=0.0, mask=None,
                                     documents_q=None, documents_k=None, tiles_q=None, tiles_k=None,
-                                    mask_function=None)
+                                    mask_function=None, alibi_slopes=None)
     if problem.direction == "forward":
-        plain = plain._replace(bias=None, alibi_slopes=None)
+        plain = plain._replace(bias=None)
     if plain != NO_OPTIONS:
-        taken = "bias, ALiBi, softcap" if problem.direction == "forward" else "softcap"
+        taken = "bias, ALiBi, softcap" if problem.direction == "forward" else "ALiBi, softcap"
         return f"takes {taken}, sinks and dropout and nothing else that changes scores, got {problem.scores}"
     if problem.scores.softcap is not None and problem.scores.softcap > LARGEST_SOFTCAP:
         return f"takes softcaps up to {LARGEST_SOFTCAP:g}, got {problem.scores.softcap:g}"

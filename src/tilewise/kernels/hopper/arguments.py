@@ -156,7 +156,7 @@ class BackwardPointers(NamedTuple):
     """What only some calls of the backward kernel read or write, each None in the others.
 
     dk, dv: of packed sequences, past whose last row copies by TMA would write. seed: with C.HAS_DROPOUT. lists, bits:
-    with C.MASK_PLAN (mask_plan.py).
+    with C.MASK_PLAN (mask_plan.py). slopes: with C.HAS_ALIBI.
     """
 
     dk: Any
@@ -164,10 +164,15 @@ class BackwardPointers(NamedTuple):
     seed: Any
     lists: Any = None
     bits: Any = None
+    slopes: Any = None
 
 
 class BackwardNumbers(NamedTuple):
-    """The numbers of a backward launch. group, count, plan: as in ForwardNumbers."""
+    """The numbers of a backward launch. group, count, plan, diagonal: as in ForwardNumbers.
+
+    slopes_b, slopes_h: strides of ALiBi's slopes, in elements, 0 along a dim that is shared. Without ALiBi these and
+    diagonal are None.
+    """
 
     grid: Any
     bounds: Any
@@ -176,6 +181,9 @@ class BackwardNumbers(NamedTuple):
     count: Any = None
     dropout: Any = DropoutNumbers()
     plan: Any = None
+    slopes_b: Any = None
+    slopes_h: Any = None
+    diagonal: Any = None
 
 
 class RowStats(NamedTuple):

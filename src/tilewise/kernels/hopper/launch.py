@@ -34,14 +34,14 @@ def bounds_of(problem: AttentionProblem) -> tuple[int | None, int | None, int | 
     A bound that does not exist is None, and so is the number where lengths are not on the device. Keys count from the
     first visible one: those before it are not read. With lengths on the device the bounds are those of a diagonal
     through a sequence's first query and key, and the last item says whether the kernel moves it to the last ones
-    (bottom-right alignment). Beside a mask plan there are no bounds.
+    (bottom-right alignment); ALiBi's distances count from it, too. Beside a mask plan there are no bounds.
     """
     if not problem.is_banded:
         return None, None, None, False
     mask, sequences, first = problem.mask, problem.sequences, problem.seen_keys.start
     if sequences.are_data:
         return (None if mask.left is None else -mask.left, mask.right, problem.pairs[0],
-                mask.is_bounded and mask.alignment == "bottom_right")
+                (mask.is_bounded or problem.scores.alibi_slopes is not None) and mask.alignment == "bottom_right")
     band = problem.band
     return (None if band.lower is None else band.lower - first, None if band.upper is None else band.upper - first,
             None, False)
@@ -53,6 +53,13 @@ def scaling_of(problem: AttentionProblem) -> tuple[float, float | None]:
     if softcap is None:
         return problem.scale * log2e, None
     return softcap * log2e, 2.0 * log2e * problem.scale / softcap
+
+
+def diagonal_of(problem: AttentionProblem) -> int | None:
+    """Return the key that query 0 stands on, counted from the first one that is seen (arguments.ForwardNumbers)."""
+    if problem.scores.alibi_slopes is None or problem.sequences.are_data:
+        return None
+    return problem.mask.offset(problem.sq, problem.sk) - problem.seen_keys.start
 
 
 def dropout_of(problem: AttentionProblem, first_query: int) -> DropoutNumbers:

@@ -26,7 +26,8 @@ _Q_BEGIN = gl.constexpr(9)  # the first query that sees a key
 _K_BEGIN = gl.constexpr(10)  # the first key that is seen
 _ROWS = gl.constexpr(11)  # keys that there is a row of
 _FIRST_BLOCK = gl.constexpr(12)  # which of a head's blocks of the dQ accumulator is the sequence's first
-_SEQUENCE = gl.constexpr(13)  # where C.HAS_DROPOUT, its number: the random numbers depend on it
+_SEQUENCE = gl.constexpr(13)  # where C.HAS_DROPOUT or C.HAS_ALIBI, its number: random numbers and slopes depend on it
+_DIAGONAL = gl.constexpr(14)  # where C.HAS_ALIBI, the key that its query 0 stands on
 _CLEARED = gl.constexpr(32)  # rows that are read and written at once
 
 
@@ -210,8 +211,10 @@ def locate_keys(tile, bounds, lengths, C: gl.constexpr):
     q_end = gl.where(first < k_end, q_end, 0)
     numbers = (first, tile.head, tile.batch, q_end, k_end, lower, upper, row_q, row_k, q_begin, k_begin, rows,
                first_block)
-    if C.HAS_DROPOUT:
-        numbers = numbers + (sequence,)
+    if C.HAS_DROPOUT or C.HAS_ALIBI:
+        numbers = numbers + (gl.minimum(sequence, count - 1),)  # behind them all the last one
+    if C.HAS_ALIBI:
+        numbers = numbers + (sk - sq if C.BOTTOM_RIGHT else 0,)
     return numbers
 
 
@@ -255,11 +258,20 @@ def key_rows_of(metadata, key, C: gl.constexpr):
 
 @gluon.jit
 def sequence_at(metadata, batch, C: gl.constexpr):
-    """Return, where C.HAS_DROPOUT, the number of a tile's sequence, for four warps."""
+    """Return, where C.HAS_DROPOUT or C.HAS_ALIBI, the number of a tile's sequence, for four warps."""
     if C.VARLEN:
         return load_tile_metadata(metadata, _SEQUENCE, 4)
     else:
         return batch
+
+
+@gluon.jit
+def diagonal_at(metadata, diagonal, C: gl.constexpr):
+    """Return, where C.HAS_ALIBI, the key that query 0 of a tile's sequence stands on, for four warps."""
+    if C.VARLEN:
+        return load_tile_metadata(metadata, _DIAGONAL, 4)
+    else:
+        return diagonal
 
 
 @gluon.jit

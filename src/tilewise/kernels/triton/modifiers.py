@@ -75,7 +75,9 @@ def modify_scores(products, block, offs_q, offs_k, modifiers, band, scale_log2, 
                   INT64: tl.constexpr, CHECKED: tl.constexpr):
     """Return the tile's scores in base 2, f(c·tanh(scale·q·k / c)) + bias − slope·distance, the tanh, and f's argument.
 
-    The latter is in natural units, as the user's function has it.
+    The latter is in natural units, as the user's function has it. What is added is multiplied by name in one
+    instruction: a compiler that may choose which of two products to round makes one choice in the forward pass and
+    another in the backward pass, and the P of the two differ by what rounding does to scores of 1000.
     """
     scores = products * scale_log2
     tanh = scores
@@ -93,11 +95,11 @@ def modify_scores(products, block, offs_q, offs_k, modifiers, band, scale_log2, 
     if modifiers.bias.ptr is not None:
         if bias is None:
             bias = load_operand(modifiers.bias, block, offs_q, offs_k, INT64, CHECKED)
-        scores += bias.to(tl.float32) * LOG2E
+        scores = tl.fma(bias.to(tl.float32), LOG2E, scores)
     if modifiers.alibi.ptr is not None:
         slope = tl.load(modifiers.alibi.ptr + operand_offset(block.sequence, modifiers.alibi.stride_b, True)
                         + operand_offset(block.head, modifiers.alibi.stride_h, True))
-        scores -= (slope * LOG2E) * distance(offs_q, offs_k, modifiers, band)
+        scores = tl.fma(distance(offs_q, offs_k, modifiers, band), slope * -LOG2E, scores)
     return scores, tanh, capped
 
 

@@ -254,7 +254,7 @@ class HopperD128AugmentedKConfig(HopperBackwardConfig):
 
 @dataclass(frozen=True, slots=True)
 class HopperD128Config(HopperBackwardConfig):
-    """hopper_backward_kernel without augmented K, at head dims up to 128: softcap, dropout, lengths that are data.
+    """hopper_backward_kernel without augmented K, at head dims up to 128: softcap, ALiBi, dropout, lengths as data.
 
     Attributes:
         q_stages, dout_stages: as of every kernel.
@@ -389,7 +389,7 @@ class HopperDbiasConfig:
 
 BACKWARD_CONFIGS: dict[BackwardKernel, type[HopperBackwardConfig]] = {kind.kernel: kind for kind in (
     HopperD64Config, HopperD128AugmentedKConfig, HopperD128Config, HopperD192Config, HopperD256Config)}
-_FOR_AUGMENTED_K = "a scale of 2^-40 or more, and no softcap, dropout or lengths that are data"
+_FOR_AUGMENTED_K = "a scale of 2^-40 or more, and no softcap, ALiBi, dropout or lengths that are data"
 
 
 def dk_dv_fit(problem: AttentionProblem) -> bool:
@@ -404,7 +404,7 @@ def augmented_k_fits(problem: AttentionProblem) -> bool:
     """
     scores = problem.scores
     return (max(problem.d, problem.dv) <= 128 and problem.scale >= LEAST_SCALE and scores.softcap is None
-            and not scores.dropout_p and not problem.sequences.are_data)
+            and scores.alibi_slopes is None and not scores.dropout_p and not problem.sequences.are_data)
 
 
 def _chunks_of(dim: int) -> tuple[int, ...]:

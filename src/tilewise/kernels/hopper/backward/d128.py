@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tilewise.kernels.hopper.alibi import as_pairs, slope_of, slope_times_distance
 from tilewise.kernels.hopper.backward import dropout
 from tilewise.kernels.hopper.backward.augmented_k import EXTRA_COLUMNS, AugmentedK, make_selectors
 from tilewise.kernels.hopper.backward.dq_accum import (
@@ -43,6 +44,7 @@ from tilewise.kernels.hopper.backward.dq_accum import (
 from tilewise.kernels.hopper.backward.mmas import DPROBS, SCORES, dscores_index, issue_dq, issue_s_or_dp
 from tilewise.kernels.hopper.backward.producers import load
 from tilewise.kernels.hopper.backward.types import (
+    Alibi,
     Args,
     Inputs,
     KVTiles,
@@ -77,7 +79,7 @@ from tilewise.kernels.hopper.pipeline import (
     optimization_barrier,
     scheduling_fence_of,
 )
-from tilewise.kernels.hopper.softmax import squashed
+from tilewise.kernels.hopper.softmax import LOG2E, squashed
 from tilewise.kernels.hopper.tile_scheduler import (
     NO_TILE,
     TileQueue,
@@ -86,6 +88,7 @@ from tilewise.kernels.hopper.tile_scheduler import (
     kv_tile_size,
 )
 from tilewise.kernels.hopper.varlen import (
+    diagonal_at,
     dq_parts_of,
     key_rows_of,
     kv_tile_of,
@@ -122,6 +125,14 @@ def hide_pairs(probs, first_query, words, view, C: gl.constexpr):
         return keep_by_bits(probs, words, 0.0)
     else:
         return hide_probs(probs, first_query, view.key, view.bounds, C)
+
+
+@gluon.jit
+def take_off_distances(exponents, first_query, slope_log2, view, C: gl.constexpr):
+    """Take ALiBi's slope times the distance off exponents, of keys by queries."""
+    nearest = first_query + view.diagonal - view.key
+    pairs = as_pairs(exponents) - slope_times_distance(exponents, nearest, slope_log2, True, C.SEES_AHEAD)
+    return gl.convert_layout(pairs.reshape(exponents.shape), exponents.type.layout)
 
 
 @gluon.jit
@@ -179,7 +190,10 @@ def attend_blocks(begin, end, count, state, head, view, args, smem, draws, OWN: 
         else:
             if args.scales.squash is not None:  # tanh
                 scores = 1.0 + 2.0 * squashed(scores, args.scales.squash, True)
-            probs = gl.exp2(scores * scale_log2 - lse[None, :])
+            exponents = scores * scale_log2 - lse[None, :]
+            if C.HAS_ALIBI:
+                exponents = take_off_distances(exponents, first_query, head.slope_log2, view, C)
+            probs = gl.exp2(exponents)
         if MASKED:
             probs = hide_pairs(probs, first_query, bits, view, C)
         if C.HAS_DROPOUT:
@@ -324,14 +338,23 @@ def attend_tile(args, smem, tile, count, tile_count, OWN: gl.constexpr, C: gl.co
     bits = ()
     if C.MASK_PLAN:
         bits = bits_of_rows(args.plan, tile.batch, tile.head, key // 64)
-    view = TileView(key, blocks, bounds, last_count, bits)
+    diagonal = ()
+    sequence = tile.batch
+    if C.HAS_ALIBI:
+        sequence = sequence_at(smem.metadata, tile.batch, C)
+        diagonal = diagonal_at(smem.metadata, args.alibi.diagonal, C)
+    view = TileView(key, blocks, bounds, last_count, bits, diagonal)
     state = State(scores, dk, dv)
     for member in range(group):
         if C.HEAD_PERSISTENT:
             first_part = (gl.program_id(0) * group + member) * parts + own_part
         else:
             first_part = (tile.batch * args.grid.heads * group + tile.head * group + member) * parts + own_part
-        head = QHead(tile.batch, tile.head * group + member, member, first_part)
+        slope_log2 = ()
+        if C.HAS_ALIBI:
+            slope_log2 = LOG2E * slope_of(args.alibi.slopes, sequence, tile.head * group + member, args.alibi.stride_b,
+                                          args.alibi.stride_h)
+        head = QHead(tile.batch, tile.head * group + member, member, first_part, slope_log2)
         for phase in gl.static_range(FIRST, STOP):
             count, state = attend_blocks(ends[phase], ends[phase + 1], count, state, head, view, args, smem, draws, OWN,
                                          phase != 1, C)
@@ -439,7 +462,8 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, lse, delta_ptr, dk
                 DQTarget(accum, workspace_ptr, workspace_ptr, dq_desc, scales.gradient), grid, numbers.bounds,
                 numbers.group, scales,
                 dropout.Dropout(seed, settings.threshold, settings.dv_scale, settings.origin_q, settings.origin_k),
-                numbers.count, tile, workspace_ptr, plan)
+                numbers.count, tile, workspace_ptr, plan,
+                Alibi(pointers.slopes, numbers.slopes_b, numbers.slopes_h, numbers.diagonal))
     smem = Smem(kv, q_pipe, dout_pipe, row_stats, dscores, dq_stage, queue, metadata)
     ZERO: gl.constexpr = 0
     ONE: gl.constexpr = 1

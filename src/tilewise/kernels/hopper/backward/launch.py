@@ -20,11 +20,20 @@ from tilewise.kernels.hopper.arguments import (
     TileGrid,
 )
 from tilewise.kernels.hopper.backward.config import HopperBackwardConfig, HopperBackwardSchedule
-from tilewise.kernels.hopper.launch import OPTIONS, bounds_of, counter_of, dropout_of, gluon_dtype, scaling_of
+from tilewise.kernels.hopper.launch import (
+    OPTIONS,
+    bounds_of,
+    counter_of,
+    diagonal_of,
+    dropout_of,
+    gluon_dtype,
+    scaling_of,
+)
 from tilewise.masks import Span
 from tilewise.problem import AttentionProblem, Sizes, dense_strides, legal_strides, padded_dim
 
-_NO_DATA = (None,) * 7  # cu_seqlens_q, cu_seqlens_k, seqlens_q, seqlens_k, dropout's seed, a plan's lists and bits
+# cu_seqlens_q, cu_seqlens_k, seqlens_q, seqlens_k, dropout's seed, a plan's lists and bits, ALiBi's slopes
+_NO_DATA = (None,) * 8
 
 # As in backends/_support/memory.py, which kernels do not know.
 Allocate = Callable[[Sizes, Sizes, torch.dtype], torch.Tensor]  # of sizes, strides and dtype, its memory anything
@@ -33,8 +42,8 @@ Allocate = Callable[[Sizes, Sizes, torch.dtype], torch.Tensor]  # of sizes, stri
 class HopperBackward:
     """The backward kernels bound to a problem; call it with (q, k, v, dout, lse, delta, dq, dk, dv).
 
-    Where lengths are data, there is dropout, or the mask needs a plan, cu_seqlens_q, cu_seqlens_k, seqlens_q,
-    seqlens_k, the seed, and the plan's lists and bits follow, each a tensor or None. ``plan``: its strides.
+    Where lengths are data, there is dropout or ALiBi, or the mask needs a plan, cu_seqlens_q, cu_seqlens_k, seqlens_q,
+    seqlens_k, the seed, the plan's lists and bits, and the slopes follow, each a tensor or None. ``plan``: its strides.
     ``dq_strides``: those of dq. ``num_sms``: of the device; one CTA runs on each SM at a time. ``incoming``: the
     strides of out and dout, the last 1, where delta has no gradient of lse and no other kernel needs it; out then comes
     in its place if ``takes_out`` says so. ``allocate``: allocates memory on the device. lse and delta are contiguous,
@@ -75,7 +84,7 @@ class HopperBackward:
                             MaskBounds(sq, len(self.keys), lower, upper), problem.group,
                             Scales(_gradient_scale(problem), *scaling_of(problem)), count,
                             dropout_of(problem, problem.seeing_queries.start),
-                            None if plan is None else PlanNumbers(*plan)),
+                            None if plan is None else PlanNumbers(*plan), *_alibi_of(problem)),
             constants)
         self.forms = self._forms(problem, chunks)
         self.places = operator.itemgetter(*[i if form else len(self.forms) for i, forms in enumerate(self.forms)
@@ -211,9 +220,9 @@ class HopperBackward:
         if self.has_two_chunks:
             return (*described, target)
         if self.plain_calls_only:
-            return (*described, target, workspace, BackwardPointers(None, None, None, *data[5:]))
-        dk, dv, seed, lists, bits, *lengths = self._optional(tensors[6], tensors[7], data)
-        return (*described, target, workspace, BackwardPointers(dk, dv, seed, lists, bits), Lengths(*lengths))
+            return (*described, target, workspace, BackwardPointers(None, None, None, *data[5:7]))
+        dk, dv, seed, lists, bits, slopes, *lengths = self._optional(tensors[6], tensors[7], data)
+        return (*described, target, workspace, BackwardPointers(dk, dv, seed, lists, bits, slopes), Lengths(*lengths))
 
     def _in_forms(self, tensors: tuple[torch.Tensor, ...], make: Callable[[torch.Tensor, Any], Any]) -> list[Any]:
         """Make an argument of each tensor in each of its forms; lse and delta may have none, and a form may be None."""
@@ -224,7 +233,7 @@ class HopperBackward:
 
     def _optional(self, dk: torch.Tensor, dv: torch.Tensor,
                   data: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
-        """Return what only some calls have: dk and dv where sequences are packed, seed, plan, lengths; else None."""
+        """Return what only some calls have: dk and dv of packed sequences, seed, plan, slopes, lengths; else None."""
         rest = (*data[4:], *data[:4])
         return (dk, dv, *rest) if self.packed else (None, None, *rest)
 
@@ -317,7 +326,18 @@ def _kernel_config(problem: AttentionProblem, config: HopperBackwardConfig) -> A
         DETERMINISTIC=config.deterministic, AUGMENTED_K=config.augmented_k, HEAD_PERSISTENT=config.head_persistent,
         HAS_LOWER=lower is not None, HAS_UPPER=upper is not None, VARLEN=count is not None,
         HAS_CU_SEQLENS=problem.sequences.packed is not None, BOTTOM_RIGHT=is_shifted,
-        HAS_DROPOUT=problem.scores.dropout_p > 0.0, MASK_PLAN=not problem.is_banded)
+        HAS_DROPOUT=problem.scores.dropout_p > 0.0, MASK_PLAN=not problem.is_banded,
+        HAS_ALIBI=problem.scores.alibi_slopes is not None, SEES_AHEAD=problem.sees_ahead)
+
+
+def _alibi_of(problem: AttentionProblem) -> tuple[int | None, int | None, int | None]:
+    """Return the strides of ALiBi's slopes and the diagonal (arguments.BackwardNumbers)."""
+    slopes = problem.scores.alibi_slopes
+    if slopes is None:
+        return None, None, None
+    diagonal = diagonal_of(problem)
+    stride_b, stride_h = slopes.expanded(problem.pairs[:2])
+    return stride_b, stride_h, None if diagonal is None else diagonal + problem.seeing_queries.start
 
 
 def _gradient_scale(problem: AttentionProblem) -> float:

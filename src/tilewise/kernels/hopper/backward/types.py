@@ -17,7 +17,8 @@ class Config(NamedTuple):
     DETERMINISTIC: warps of their own add the staged dQ in a fixed order.
     AUGMENTED_K: the tensor cores subtract lse and delta (augmented_k.py), a CTA is persistent, and dQ is staged.
     HEAD_PERSISTENT: a persistent CTA has all tiles of a head, or CTAs that share one, and no other adds to its dQ.
-    VARLEN, HAS_CU_SEQLENS, BOTTOM_RIGHT: as in the forward kernel. HAS_DROPOUT: whether there is dropout.
+    VARLEN, HAS_CU_SEQLENS, BOTTOM_RIGHT, HAS_ALIBI, SEES_AHEAD: as in the forward kernel.
+    HAS_DROPOUT: whether there is dropout.
     MASK_PLAN: as in the forward kernel; not with DETERMINISTIC or HEAD_PERSISTENT.
     """
 
@@ -37,6 +38,8 @@ class Config(NamedTuple):
     BOTTOM_RIGHT: bool
     HAS_DROPOUT: bool
     MASK_PLAN: bool = False
+    HAS_ALIBI: bool = False
+    SEES_AHEAD: bool = False
 
 
 class Inputs(NamedTuple):
@@ -68,7 +71,7 @@ class Args(NamedTuple):
     """What the launch gives to every warp. group: query heads a kv head; num_sequences: None but for C.VARLEN.
 
     tile: the CTA's tile of keys, where it has one. tile_counter: the dynamic tile scheduler's. plan: a
-    mask_plan.MaskPlan.
+    mask_plan.MaskPlan. alibi: an Alibi.
     """
 
     inputs: Any
@@ -83,6 +86,16 @@ class Args(NamedTuple):
     tile: Any
     tile_counter: Any
     plan: Any
+    alibi: Any = ()
+
+
+class Alibi(NamedTuple):
+    """ALiBi's slopes (b, hq), a pointer or None, with their strides; diagonal: the key that query 0 stands on."""
+
+    slopes: Any
+    stride_b: Any
+    stride_h: Any
+    diagonal: Any
 
 
 class Pipe(NamedTuple):
@@ -133,7 +146,7 @@ class TileView(NamedTuple):
     """A tile of keys as a warpgroup sees it: its first key, the tile's blocks of queries, and the mask's bounds.
 
     last_count: with C.AUGMENTED_K, the Q pipe's iteration of the tile's last block. bits: with C.MASK_PLAN, a pointer
-    to those of its keys.
+    to those of its keys. diagonal: with C.HAS_ALIBI, the key that query 0 stands on.
     """
 
     key: Any
@@ -141,12 +154,18 @@ class TileView(NamedTuple):
     bounds: Any
     last_count: Any
     bits: Any
+    diagonal: Any = ()
 
 
 class QHead(NamedTuple):
-    """A query head of the group. member: its number there; first_part: the first of its parts in the dQ accumulator."""
+    """A query head of the group.
+
+    member: its number there. first_part: the first of its parts in the dQ accumulator. slope_log2: with C.HAS_ALIBI,
+    its slope times log2(e).
+    """
 
     batch: Any
     head: Any
     member: Any
     first_part: Any
+    slope_log2: Any = ()

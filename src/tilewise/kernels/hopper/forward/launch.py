@@ -20,7 +20,15 @@ from tilewise.kernels.hopper.arguments import (
     TileGrid,
 )
 from tilewise.kernels.hopper.forward.config import HopperForwardConfig, HopperForwardSchedule
-from tilewise.kernels.hopper.launch import OPTIONS, bounds_of, counter_of, dropout_of, gluon_dtype, scaling_of
+from tilewise.kernels.hopper.launch import (
+    OPTIONS,
+    bounds_of,
+    counter_of,
+    diagonal_of,
+    dropout_of,
+    gluon_dtype,
+    scaling_of,
+)
 from tilewise.masks import Span
 from tilewise.problem import AttentionProblem, Sizes, legal_strides
 from tilewise.problem.options import NO_OPERANDS, Operands
@@ -74,7 +82,7 @@ class HopperForward:
                 MaskBounds(problem.sq, len(self.keys), lower or 0, upper or 0), problem.group, count,
                 scaling_of_scores(problem), KVSplits() if split_kv is None else KVSplits(whole, num_splits, first_row),
                 self.sinks_stride if split_kv is None else None, None if plan is None else PlanNumbers(*plan),
-                _diagonal(problem), dropout_of(problem, 0)),
+                diagonal_of(problem), dropout_of(problem, 0)),
             _kernel_config(problem, config, schedule))
         self.enqueue = Enqueue(self.kernel, self.grid, self.scalars, OPTIONS,
                                specialized=self.kernel.arg_names.index("lengths"))
@@ -148,8 +156,6 @@ def _kernel_config(problem: AttentionProblem, config: HopperForwardConfig, sched
 
     (d_chunks, dv_chunks), (columns, out_slots) = config.head_dim_chunks(problem), config.out_buffers(problem)
     lower, upper, count, is_shifted = bounds_of(problem)
-    if count is not None and problem.scores.alibi_slopes is not None:  # distances count from the diagonal, too
-        is_shifted = problem.mask.alignment == "bottom_right"
     splits = 0 if schedule.split_kv is None else 2 if schedule.split_kv.whole > 0 else 1
     return Config(
         PACK_GQA=schedule.pack_gqa, D=d_chunks, DV=dv_chunks, OUT=columns, OUT_SLOTS=out_slots, BLOCK_N=config.block_n,
@@ -180,13 +186,6 @@ def _strides_of_operands(problem: AttentionProblem) -> ScoreOperands:
     strides = [*([None] * 4 if bias is None else bias.expanded(problem.pairs)),
                *([None] * 2 if slopes is None else slopes.expanded(problem.pairs[:2]))]
     return ScoreOperands(None, None, *[None if stride == 1 else stride for stride in strides])
-
-
-def _diagonal(problem: AttentionProblem) -> int | None:
-    """Return the key to which query 0 has no distance (arguments.ForwardNumbers)."""
-    if problem.scores.alibi_slopes is None or problem.sequences.are_data:
-        return None
-    return problem.mask.offset(problem.sq, problem.sk) - problem.seen_keys.start
 
 
 def exact_scale_of(scale_log2: float) -> float:

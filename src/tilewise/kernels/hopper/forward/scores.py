@@ -1,14 +1,11 @@
-"""What is added to scores in the Hopper forward kernel: a bias, and ALiBi (maths.md, section 11).
-
-A thread has the same two keys of every eight, in two rows. Where they lie is counted from its own first key, in numbers
-that the compiler knows, as in ``softmax.hide``.
-"""
+"""What is added to scores in the Hopper forward kernel: a bias, and ALiBi (maths.md, section 11)."""
 
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from tilewise.kernels.hopper.alibi import as_pairs, places_of, slope_of, slope_times_distance, strided
 from tilewise.kernels.hopper.mask_ranges import kv_block_start
 
 
@@ -24,15 +21,6 @@ class TileScores(NamedTuple):
 
 
 @gluon.jit
-def strided(position, stride):
-    """The offset of a position along a dim, in 64 bits; None is a stride of 1."""
-    if stride is None:
-        return position.to(gl.int64)
-    else:
-        return position.to(gl.int64) * stride
-
-
-@gluon.jit
 def scores_of_tile(tile, operands, diagonal, C: gl.constexpr):
     """Return what is added to the scores of a tile."""
     bias = ()
@@ -40,31 +28,12 @@ def scores_of_tile(tile, operands, diagonal, C: gl.constexpr):
     if C.HAS_BIAS:
         bias = operands.bias + (strided(tile.batch, operands.bias_b) + strided(tile.head, operands.bias_h))
     if C.HAS_ALIBI:
-        place = strided(tile.batch, operands.slopes_b) + strided(tile.head, operands.slopes_h)
-        slope = gl.load(operands.slopes + place).to(gl.float32)
+        slope = slope_of(operands.slopes, tile.batch, tile.head, operands.slopes_b, operands.slopes_h)
         if C.VARLEN:
             diagonal = tile.shift if C.BOTTOM_RIGHT else 0
     else:
         diagonal = ()
     return TileScores(bias, slope, diagonal)
-
-
-@gluon.jit
-def as_pairs(scores):
-    """Order 64 rows as threads hold them: (row, eight columns, lane, pair)."""
-    return scores.reshape([64, scores.shape[1] // 8, 4, 2])
-
-
-@gluon.jit
-def places_of(scores):
-    """Return the row of each score in the order of ``as_pairs``, the first key of its thread, and its place there."""
-    LAYOUT: gl.constexpr = as_pairs(scores).type.layout
-    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))
-    lanes = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT)))) * 2
-    eights = gl.arange(0, scores.shape[1] // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))
-    ones = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))))
-    place = (eights * 8)[None, :, None, None] + ones[None, None, None, :]
-    return rows[:, None, None, None], lanes[None, None, :, None], place
 
 
 @gluon.jit
@@ -102,16 +71,7 @@ def add_to_scores(s, step, bias, view, scaling, C: gl.constexpr):
         if C.HAS_BIAS:
             pairs = pairs + bias.to(gl.float32)
         if C.HAS_ALIBI:
-            pairs = pairs - slope_times_distance(s, step, view, C)
+            nearest = view.row + view.scores.diagonal - kv_block_start(step, view.blocks, C)
+            pairs = pairs - slope_times_distance(s, nearest, view.scores.slope, False, C.SEES_AHEAD)
         s = gl.convert_layout(pairs.reshape(s.shape), s.type.layout)
     return s
-
-
-@gluon.jit
-def slope_times_distance(s, step, view, C: gl.constexpr):
-    """ALiBi's slope·|i + diagonal - j|: without the absolute value where no key that is seen is ahead."""
-    rows, lanes, place = places_of(s)
-    nearest = view.row + view.scores.diagonal - kv_block_start(step, view.blocks, C)
-    slope = view.scores.slope
-    distance = (nearest + rows - lanes).to(gl.float32) * slope - place.to(gl.float32) * slope
-    return gl.abs(distance) if C.SEES_AHEAD else distance
