@@ -102,8 +102,14 @@ def scores_of(request, operands):
              if tensor is not None and name != "seed" and "seqlens" not in name}
     facts |= {f"{kind}_function": FunctionSpec(function.code, tuple(tensor.dtype for tensor in function.tensors))
               for kind, function in functions_of(request).items()}
-    return ScoreOptions(softcap=30.0 if "softcap" in request.get("options", ()) else None,
+    names = request.get("options", ())
+    return ScoreOptions(softcap=30.0 if "softcap" in names else None, max_logit="max_logit" in names,
                         dropout_p=0.1 if operands.seed is not None else 0.0, **facts)
+
+
+def max_logit_of(problem, rows):
+    """Where the largest scores go, if they are wanted."""
+    return torch.empty_like(rows) if problem.scores.max_logit else None
 
 
 def sequences_of(operands):
@@ -242,7 +248,7 @@ def prepare_hopper(request):
         strides, plan = plan_of(problem, config.consumers, config.block_n // 64)
         launch = HopperForward(problem, config, schedule, 132, strides)
         arguments = launch.arguments((q, k, v, written[3], rows), torch.empty(1, dtype=torch.int32), operands,
-                                     torch.empty(8) if split_kv else None, plan)
+                                     torch.empty(8) if split_kv else None, plan, max_logit_of(problem, rows))
     elif request["kernel"] == "hopper_dbias":
         config = HopperDbiasConfig(*request["config"])
         bias = torch.empty(1, problem.hq, problem.sq, problem.sk, dtype=getattr(torch, request["bias"]))

@@ -22,7 +22,7 @@ from triton.backends.nvidia import driver as nvidia
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import driver
 
-from compiled.compile_ahead import TARGETS, operands_of, plan_of, problem_of, tensors_of
+from compiled.compile_ahead import TARGETS, max_logit_of, operands_of, plan_of, problem_of, tensors_of
 from launch.driver_double import DriverDouble
 from tilewise.bench.compile_ahead import CompileOnlyDriver
 from tilewise.kernels import driver as cuda
@@ -172,7 +172,8 @@ def bound(request):
         launch = launching.HopperForward(problem, config, schedule_on_grid(problem, config), 132, strides)
         counter, out = torch.empty(1, dtype=torch.int32), out.to(problem.out_dtype)
         with patch.object(launching, "counter_of", lambda device: counter):
-            yield [launch.enqueue], lambda: launch(lambda: (q, k, v), addresses, out, rows, operands, plan=plan)
+            yield [launch.enqueue], lambda: launch(lambda: (q, k, v), addresses, out, rows, operands, plan=plan,
+                                                   max_logit=max_logit_of(problem, rows))
     elif request["kernel"] == "hopper_dbias":
         bias = torch.empty(1, problem.hq, problem.sq, problem.sk, dtype=problem.dtype)
         facts = OperandSpec(tuple(bias.shape), bias.stride(), bias.dtype)
@@ -193,7 +194,7 @@ def bound(request):
         launch = backward_launch(problem, config, backward_schedule(problem, config), problem.q_strides, 132,
                                  plan=strides)
         gradients, data = (torch.empty_like(like, dtype=problem.out_dtype) for like in (q, k, v)), (
-            operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqlens_q, operands.seqlens_k, operands.seed, *plan)
+            *operands.lengths, operands.seed, *plan, operands.alibi_slopes)
         tensors = (q, k, v, out, rows, rows.clone(), *gradients)
         counter = torch.empty(1, dtype=torch.int32)
         parts = [getattr(launch, name).enqueue for name in ("dkdv", "dq") if hasattr(launch, name)] or [

@@ -58,6 +58,9 @@ BACKWARD_LENGTHS_SPILL_BOUND_ELSEWHERE = 312
 # 408 and 648.
 BACKWARD_DROPOUT_SPILL_BOUND = {NEWEST: 456}
 BACKWARD_DROPOUT_SPILL_BOUND_ELSEWHERE = 416
+# With slopes, d 128: 3.6.0 176 bytes, 256 in order and 288 with packed sequences, 3.8.0 264, 3.9.0 416.
+BACKWARD_SLOPES_SPILL_BOUND = {NEWEST: 448}
+BACKWARD_SLOPES_SPILL_BOUND_ELSEWHERE = 320
 DROPOUT_OF_ALL_SPILL_BOUND = {BETWEEN: 448, NEWEST: 672}
 DROPOUT_OF_ALL_SPILL_BOUND_ELSEWHERE = 496
 # The sum of a bias's gradient: 3.6.0 none, but 40 bytes of a float32 bias and 64 where rows are not cut at 16 bytes;
@@ -120,7 +123,7 @@ def test_hopper_forward_of_wide_heads_compiles_within_registers_and_shared_memor
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_softcap_and_sinks_compile_within_registers_and_shared_memory(version):
-    both = ["softcap", "sinks"]
+    both = ["softcap", "sinks", "max_logit"]
     variants = ((64, both), (64, ["sinks"]), (128, ["softcap"]), (128, both), (256, both))
     check(version, [forward(d, options=options) for d, options in variants[:None if version == OLDEST else 1]])
 
@@ -258,6 +261,18 @@ def test_backward_with_device_side_lengths_and_softcap_compiles_within_registers
             wanted.append(backward(d, masks[0], options=["softcap"], **config))
             wanted.append(backward(d, options=["softcap"], **ordered))
     check_backward(version, wanted, BACKWARD_LENGTHS_SPILL_BOUND.get(version, BACKWARD_LENGTHS_SPILL_BOUND_ELSEWHERE))
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_slopes_in_the_backward_compile_within_registers_and_shared_memory(version):
+    slopes, packed = ["alibi_slopes"], ["cu_seqlens_q", "cu_seqlens_k"]
+    wanted = [backward(128, options=slopes, **D128), backward(128, "shifted", options=[*slopes, *packed], **D128)]
+    if version == OLDEST:
+        wanted += [backward(d, mask, options=slopes, **config) for d, configs in BACKWARD_CONFIGS.items()
+                   for mask, config in zip(("full", "window"), configs, strict=True)]
+        wanted.append(backward(64, options=[*slopes, "softcap", "seed"], **BACKWARD_CONFIGS[64][0]))
+        wanted.append(backward(128, options=[*slopes, "documents_q", "documents_k"], **D128))
+    check_backward(version, wanted, BACKWARD_SLOPES_SPILL_BOUND.get(version, BACKWARD_SLOPES_SPILL_BOUND_ELSEWHERE))
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -62,10 +62,11 @@ CONSTANTS = {(module, name): value for module in MODULES for name, value in (
 
 
 def attend(problem, config, tensors, pack_gqa=1, split_kv=None, sinks=None, programs=3, lengths=(),
-           plan=None, operands=NO_OPERANDS):
+           plan=None, operands=NO_OPERANDS, max_logit=None):
     """Run the kernel; return out, lse and the partial results, as it left them.
 
-    lengths: those on the device. plan: lists, bits and strides of a mask that is no band. operands: others.
+    lengths: those on the device. plan: lists, bits and strides of a mask that is no band. operands: others. max_logit:
+    written, where the problem wants it.
     """
     q, k, v = tensors
     *listed, strides = (None, None, None) if plan is None else plan
@@ -78,8 +79,8 @@ def attend(problem, config, tensors, pack_gqa=1, split_kv=None, sinks=None, prog
     names = ("cu_seqlens_q", "cu_seqlens_k", "seqlens_q", "seqlens_k")
     operands = operands._replace(sinks=sinks, **dict(zip(names, lengths, strict=False)))
     described = bound.arguments((q, k, v, out, lse), counter, operands, None if split_kv is None else partial,
-                                listed)
-    written = (lse, partial, counter)
+                                listed, max_logit)
+    written = (lse, partial, counter, *(() if max_logit is None else (max_logit,)))
     handed = [_as_kernels_have(given, written) for given in described]
     numbers, constants = bound.scalars
     run(bound.kernel, MODULES, bound.grid[0], (*handed, _as_kernels_have(numbers), constants), CONSTANTS,

@@ -1,5 +1,6 @@
 """The Hopper forward kernel: its source on the CPU, of whole tiles and with split-KV."""
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ from tilewise.kernels.hopper.forward.config import HopperForwardConfig
 from tilewise.masks import Mask, causal, window
 from tilewise.problem.options import OperandSpec
 from tilewise.problem.sequences import Sequences
+from tilewise.testing import oracle
 
 forward_on_cpu = pytest.importorskip("emulation.forward_on_cpu", reason="Triton is not installed")
 gluon_on_cpu = pytest.importorskip("emulation.gluon_on_cpu")
@@ -137,3 +139,36 @@ def test_its_source_computes_padded_lengths_on_the_cpu_and_nan_behind_them_reach
             part = slice(entry, entry + 1)
             check(problem, [tensor[part, :, :length] for tensor, length in zip(
                 tensors, (rows, keys, keys), strict=True)], out[part, :, :rows], lse[part, :, :rows])
+
+
+@pytest.mark.parametrize(("config", "d"), [(HopperForwardConfig(128, 2), 64), (HopperForwardConfig(128, 2), 128),
+                                           (HopperForwardConfig(128, 3, ping_pong=True), 64)], ids=str)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_max_logit_is_the_greatest_score_of_a_row_and_no_sink(case, config, d):
+    """Of enough keys for a frozen maximum, which then is not used; -inf of a row that sees no key."""
+    random.seed(0)
+    mask, sizes, heads, pack_gqa = case
+    problem, tensors = call_of(mask, sizes, heads, (d, d), sinks=True)
+    problem = replace(problem, scores=problem.scores._replace(max_logit=True))
+    largest, sinks = torch.full((1, heads[0], sizes[0]), float("nan")), torch.full((heads[0],), 100.0)
+    attend(problem, config, tensors, pack_gqa, sinks=sinks, max_logit=largest)
+    torch.testing.assert_close(largest.double(), oracle.max_logit(*tensors[:2], mask, problem.scale), rtol=1e-5,
+                               atol=1e-5)
+
+
+def test_max_logit_of_packed_sequences_is_minus_infinity_past_their_lengths():
+    borders = [torch.tensor([0, *itertools.accumulate(own)], dtype=torch.int32)
+               for own in ((120, 0, 80), (300, 40, 90))]
+    used = torch.tensor([100, 0, 80], dtype=torch.int32)
+    problem, tensors = call_of(causal("bottom_right"), (200, 430), (2, 1), (64, 64))
+    spec = OperandSpec((4,), (1,), torch.int32)
+    problem = replace(problem, scores=problem.scores._replace(max_logit=True),
+                      sequences=Sequences(3, spec, spec, spec._replace(shape=(3,))))
+    largest = torch.full((1, 2, 200), float("nan"))
+    attend(problem, HopperForwardConfig(128, 2), tensors, lengths=(*borders, used), max_logit=largest)
+    q, k, _ = tensors
+    for (first, count), keys in (((0, 100), (0, 300)), ((120, 80), (340, 430))):
+        own = q[:, :, first:first + count], k[:, :, keys[0]:keys[1]]
+        torch.testing.assert_close(largest[:, :, first:first + count].double(),
+                                   oracle.max_logit(*own, problem.mask, problem.scale), rtol=1e-5, atol=1e-5)
+    assert largest[:, :, 100:120].isneginf().all()

@@ -115,7 +115,7 @@ def test_kernels_are_compiled_for_no_number_and_wherever_lengths_lie(packed):
         sequences = Sequences(b if packed else None, **dict.fromkeys(names, facts))
         operands = Operands(**dict.fromkeys(names, lengths))
         problem = replace(problem_of(sq, sq, window(80, 0, "bottom_right"), b=1 if packed else b), sequences=sequences)
-        data = (operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqlens_q, operands.seqlens_k, *[None] * 3)
+        data = (operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqlens_q, operands.seqlens_k, *[None] * 4)
         q = torch.zeros(problem.b, 1, sq, 128, dtype=torch.bfloat16)
         lse = torch.zeros(q.shape[:3])
         forward = bound_forward(problem, HopperForwardConfig(128, 2))

@@ -30,6 +30,7 @@ from tilewise.tuning.device import DeviceSpec
 TRITONS = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")  # that a GPU has run the kernels with
 SINKS = OperandSpec((4,), (1,), torch.float32)
 SLOPES = OperandSpec((1, 4), (4, 1), torch.float32)
+BIAS = OperandSpec((1, 4, 512, 512), (2**20, 2**18, 512, 1), torch.bfloat16)
 LENGTHS = Sequences(seqlens_k=OperandSpec((2,), (1,), torch.int32))
 BORDERS = OperandSpec((9,), (1,), torch.int64)
 PACKED = Sequences(8, BORDERS, BORDERS)
@@ -137,20 +138,14 @@ def test_forward_takes_dropout_wherever_the_first_query_that_sees_a_key_is():
 
 
 @pytest.mark.parametrize("options", [
-    {"bias": OperandSpec((1, 4, 512, 512), (2**20, 2**18, 512, 1), torch.bfloat16)}, {"alibi_slopes": SLOPES},
+    {"bias": BIAS}, {"alibi_slopes": SLOPES}, {"max_logit": True},
     {"bias": OperandSpec((1, 1, 1, 512), (512, 512, 512, 1), torch.float32), "alibi_slopes": SLOPES, "softcap": 30.0,
-     "sinks": SINKS, "dropout_p": 0.5}], ids=["bias", "alibi", "all"])
-def test_forward_takes_what_is_added_to_scores(options):
+     "sinks": SINKS, "dropout_p": 0.5}], ids=["bias", "alibi", "max_logit", "all"])
+def test_forward_takes_what_changes_scores_or_reports_one_and_backward_all_but_a_bias(options):
     problem = problem_of(mask=causal("top_left"), scores=ScoreOptions(**options))
     assert gluon.backend.why_not(problem) is None
-    assert gluon.backend.why_not(problem.backward(lse_grad=False)) == (
-        f"takes softcap, sinks and dropout and nothing else that changes scores, got {problem.scores}")
-
-
-def test_a_maximum_is_no_business_of_the_backward():
-    problem = problem_of(scores=ScoreOptions(max_logit=True))
-    assert gluon.backend.why_not(problem) == "takes no max_logit"
-    assert gluon.backend.why_not(problem.backward(lse_grad=False)) is None
+    assert gluon.backend.why_not(problem.backward(lse_grad=False)) == (None if "bias" not in options else (
+        f"takes ALiBi, softcap, sinks and dropout and nothing else that changes scores, got {problem.scores}"))
 
 
 @pytest.mark.parametrize(("problem", "reason"), [
@@ -163,14 +158,15 @@ def test_a_maximum_is_no_business_of_the_backward():
     (problem_of(scores=ScoreOptions(score_function=FUNCTION, dropout_p=0.5)),
      "takes bias, ALiBi, softcap, sinks and dropout and nothing else that changes scores, got dropout 0.5, "
      "score function sees"),
-    (problem_of(scores=ScoreOptions(alibi_slopes=SLOPES, dropout_p=0.5)).backward(lse_grad=False),
-     "takes softcap, sinks and dropout and nothing else that changes scores, got alibi, dropout 0.5"),
+    (problem_of(scores=ScoreOptions(bias=BIAS, dropout_p=0.5)).backward(lse_grad=False),
+     "takes ALiBi, softcap, sinks and dropout and nothing else that changes scores, got bias 1x4x512x512, dropout 0.5"),
+    (problem_of(dims=(64, 256), scores=ScoreOptions(alibi_slopes=SLOPES)).backward(lse_grad=False),
+     "takes, in its backward pass, head dims up to 128 with ALiBi, got 64 and 256"),
     (problem_of(dims=(64, 256), scores=ScoreOptions(dropout_p=0.5)).backward(lse_grad=False),
      "takes, in its backward pass, head dims up to 128 with dropout, got 64 and 256"),
     (problem_of((512, 700), mask=window(100, 0, "bottom_right"), scores=DROPS).backward(lse_grad=False),
      FIRSTS + "0 and 88"),
     (problem_of((700, 512), mask=causal("bottom_right"), scores=DROPS).backward(lse_grad=False), FIRSTS + "188 and 0"),
-    (problem_of(scores=ScoreOptions(max_logit=True)), "takes no max_logit"),
     (problem_of(scores=ScoreOptions(softcap=1025.0)), "takes softcaps up to 1024, got 1025"),
     (problem_of(scores=ScoreOptions(softcap=1e9)).backward(lse_grad=False),
      "takes softcaps up to 1024, got 1e+09"),

@@ -52,7 +52,8 @@ def test_delta_is_made_where_the_launch_does_not_take_out(takes_out):
     launch.takes_out = takes_out
     form = (SHAPE, STRIDES, torch.float16)
     plan = gluon._BackwardPlan(lambda sizes, strides, dtype: torch.empty_strided(sizes, strides, dtype=dtype),
-                               (form, form, form, (SHAPE[:3], STRIDES[:3], torch.float32)), Delta(), launch, None, None)
+                               (form, form, form, (SHAPE[:3], STRIDES[:3], torch.float32)), Delta(), launch, None, None,
+                               None)
     q, k, v, out, dout = (torch.zeros(SHAPE, dtype=torch.float16) for _ in range(5))
     *_, delta = plan.differentiate((q, k, v, out, torch.zeros(SHAPE[:3]), dout, None), None)
     if takes_out:

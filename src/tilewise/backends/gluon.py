@@ -110,7 +110,7 @@ class _Plan:
     """What allocates, how out and lse lie in memory, and the launch.
 
     combine: with split-KV how the partial results lie in memory, and the launch that combines them; else None.
-    planner: builds the mask plan where the mask is no band, else None.
+    planner: builds the mask plan where the mask is no band, else None. max_logit: whether it is wanted.
     """
 
     allocate: Allocate
@@ -119,10 +119,11 @@ class _Plan:
     launch: HopperForward
     combine: tuple[Form, Launch] | None
     planner: "MaskPlanner | None"
+    max_logit: bool
 
     def attend(self, tensors: Callable[[], Three], addresses: tuple[int, int, int], operands: Operands,
-               aligned: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return out and lse, launched on the current device, which is that of the tensors.
+               aligned: bool = False) -> tuple[torch.Tensor, ...]:
+        """Return out, lse and, where it is wanted, max_logit; launched on the current device, that of the tensors.
 
         Args:
             tensors: returns q, k and v.
@@ -139,6 +140,10 @@ class _Plan:
             combine(partial, out, lse, operands.sinks, self.launch.sinks_stride)
         else:
             plan = NO_PLAN if self.planner is None else mask_plan(self.planner, operands, allocate)
+            if self.max_logit:
+                largest = allocate(*self.lse)
+                self.launch(tensors, addresses, out, lse, operands, aligned=aligned, plan=plan, max_logit=largest)
+                return out, lse, largest
             self.launch(tensors, addresses, out, lse, operands, aligned=aligned, plan=plan)
         return out, lse
 
@@ -158,7 +163,8 @@ def _plan(problem: AttentionProblem) -> _Plan:
         shape = launch.partial_shape
         combine = ((shape, (shape[1] * shape[2], shape[2], 1), torch.float32),
                    combine_splits_launch(problem, launch.split_rows, shape, overlapped=True))
-    return _Plan(allocator(problem.device), *forms_of_results(problem), launch, combine, planner)
+    return _Plan(allocator(problem.device), *forms_of_results(problem), launch, combine, planner,
+                 problem.scores.max_logit)
 
 
 @dataclass(frozen=True)
@@ -305,12 +311,9 @@ def _wrong_mask(problem: AttentionProblem) -> str | None:
 
 
 def _wrong_scores(problem: AttentionProblem) -> str | None:
-    if problem.direction == "backward":
-        if problem.deterministic and problem.sequences.are_data:
-            return ("takes, in its backward pass, no lengths that are data where deterministic=True, got "
-                    f"{problem.sequences}")
-    elif problem.scores.max_logit:
-        return "takes no max_logit"
+    if problem.direction == "backward" and problem.deterministic and problem.sequences.are_data:
+        return ("takes, in its backward pass, no lengths that are data where deterministic=True, got "
+                f"{problem.sequences}")
     plain = problem.scores._replace(softcap=None, sinks=None, max_logit=False, dropout_p=0.0, mask=None,
                                     documents_q=None, documents_k=None, tiles_q=None, tiles_k=None,
                                     mask_function=None, alibi_slopes=None)

@@ -64,11 +64,13 @@ def _plan_with(problem: AttentionProblem, config: HopperForwardConfig, pack_gqa:
     tiles = num_tiles_of(problem, config, pack_gqa)
     blocks = _blocks_of_tiles(problem, config, pack_gqa)
     whole = GridPlan(_time(problem, config, tiles, blocks, num_sms), pack_gqa, None)
-    if problem.deterministic or problem.sequences.are_data or not problem.is_banded or problem.scores.reads_positions:
+    scores = problem.scores
+    if (problem.deterministic or problem.sequences.are_data or not problem.is_banded or scores.reads_positions
+            or scores.max_logit):  # which partial results do not hold
         return whole
     if tiles > num_sms:
         saved, plan = _split_last_wave(problem, config, tiles, blocks, num_sms)
-        if pack_gqa > 1 or problem.mask.is_bounded or problem.scores.sinks is not None or saved <= 0.0:
+        if pack_gqa > 1 or problem.mask.is_bounded or scores.sinks is not None or saved <= 0.0:
             return whole
         return GridPlan(whole.time - saved, pack_gqa, plan)
     rows = problem.b * problem.hq * problem.sq

@@ -82,7 +82,7 @@ class ForwardPointers(NamedTuple):
 
     out: of packed sequences, past whose last row copies by TMA would write. partial: with C.SPLIT_KV, float32. sinks:
     not with C.SPLIT_KV, where they enter when partial results are combined. seed: with C.HAS_DROPOUT. lists, bits:
-    with C.MASK_PLAN (mask_plan.py).
+    with C.MASK_PLAN (mask_plan.py). max_logit: float32, as lse; without C.FROZEN_MAX and C.SPLIT_KV.
     """
 
     out: Any
@@ -91,6 +91,7 @@ class ForwardPointers(NamedTuple):
     seed: Any = None
     lists: Any = None
     bits: Any = None
+    max_logit: Any = None
 
 
 class ScoreOperands(NamedTuple):

@@ -20,7 +20,8 @@ class Outputs(NamedTuple):
     """Where results go. out_desc: of out; out_ptr: where copies by TMA would write past a packed sequence, else None.
 
     sinks_ptr, sinks_stride: the sinks, which enter the softmax here, or None. partial_ptr: with split-KV, where the
-    partial results lie, each in ``floats_per_partial`` floats, a row's splits one behind the other.
+    partial results lie, each in ``floats_per_partial`` floats, a row's splits one behind the other. max_ptr: where
+    the largest score of each row goes, or None.
     """
 
     out_desc: Any
@@ -29,6 +30,7 @@ class Outputs(NamedTuple):
     sinks_ptr: Any
     sinks_stride: Any
     partial_ptr: Any
+    max_ptr: Any
 
 
 class Rows(NamedTuple):
@@ -131,7 +133,7 @@ def await_results():
 @gluon.jit
 def write_tile(result, tile, row, args, out_tiles, OWN: gl.constexpr, C: gl.constexpr):
     """Write out and lse of 64 rows (eq. 6)."""
-    out_desc, out_ptr, lse_ptr, sinks_ptr, sinks_stride, _partial_ptr = args.outputs
+    out_desc, out_ptr, lse_ptr, sinks_ptr, sinks_stride, _partial_ptr, max_ptr = args.outputs
     acc, row_max, row_sum, weight = result
     batch = 0 if C.HAS_CU_SEQLENS else tile.batch
     begin, stop, length = rows_of(tile, args.bounds.sq, C)
@@ -141,6 +143,11 @@ def write_tile(result, tile, row, args, out_tiles, OWN: gl.constexpr, C: gl.cons
     place = (batch, tile.head, begin + row)
     rows = gl.arange(0, 64, layout=row_sum.type.layout)
     lse_row, inside, head = lse_rows_of(tile, row, rows, stop, args.bounds.sq, args.grid.heads, args.group, C)
+    if max_ptr is not None:  # before the sink, which is no score
+        largest = row_max * LN2
+        if C.VARLEN:
+            largest = gl.where(row + rows < length, largest, float("-inf"))
+        gl.store(max_ptr + lse_row + (begin + row + rows // C.PACK_GQA), largest, mask=inside)
     if sinks_ptr is not None:
         row_max, decay, of_sink = add_sink(row_max, sinks_ptr, sinks_stride, head)
         row_sum = row_sum * decay + of_sink

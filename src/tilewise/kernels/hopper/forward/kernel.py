@@ -366,7 +366,8 @@ def hopper_forward_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, out_de
                 (lengths.cu_q, lengths.cu_k, lengths.q, lengths.k, numbers.count), splits,
                 MaskPlan(pointers.lists, pointers.bits, numbers.plan), operands, numbers.diagonal,
                 pointers.seed, numbers.dropout,
-                Outputs(out_desc, pointers.out, lse_ptr, pointers.sinks, numbers.sinks_stride, partial_ptr))
+                Outputs(out_desc, pointers.out, lse_ptr, pointers.sinks, numbers.sinks_stride, partial_ptr,
+                        pointers.max_logit))
     smem = Smem(q_pipe, kv_pipe, queue, overflow, out_tiles)
     REGISTERS: gl.constexpr = registers(NC)
     ZERO: gl.constexpr = 0

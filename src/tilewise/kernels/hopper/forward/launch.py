@@ -103,7 +103,8 @@ class HopperForward:
 
     def __call__(self, tensors: Callable[[], tuple[torch.Tensor, ...]], addresses: tuple[int, int, int],
                  out: torch.Tensor, lse: torch.Tensor, operands: Operands = NO_OPERANDS,
-                 partial: torch.Tensor | None = None, aligned: bool = False, plan: Plan = NO_PLAN) -> None:
+                 partial: torch.Tensor | None = None, aligned: bool = False, plan: Plan = NO_PLAN,
+                 max_logit: torch.Tensor | None = None) -> None:
         """Enqueue the kernel on the current stream of the current device.
 
         Args:
@@ -114,26 +115,28 @@ class HopperForward:
             partial: see the class.
             aligned: whether each operand is known to begin at a multiple of 16 bytes.
             plan: the lists and bits of the mask plan, where the problem needs one.
+            max_logit: is written, where the problem wants it.
         """
         counter = counter_of(self.device)
         (at_q, at_k, at_v), (offset_k, offset_v), at_out = addresses, self.offsets, out.data_ptr()
         described = self.described((at_q, at_k + offset_k, at_v + offset_v, at_out, None))
         rest = [] if partial is None else [partial.data_ptr()]
-        if operands is not NO_OPERANDS or plan is not NO_PLAN:
+        if operands is not NO_OPERANDS or plan is not NO_PLAN or max_logit is not None:
             sinks, seed, *others = self._taken(operands)
-            given = (out if self.is_packed else None, sinks, seed, *plan, *others)
+            given = (out if self.is_packed else None, sinks, seed, *plan, max_logit, *others)
             rest = [tensor.data_ptr() for tensor in given if tensor is not None]
         # What torch allocates is aligned, as the backend wants q, k and v to be; so are the rows that are read.
         self.enqueue((*described, lse.data_ptr(), counter.data_ptr(), *rest),
-                     lambda: self.arguments((*tensors(), out, lse), counter, operands, partial, plan),
+                     lambda: self.arguments((*tensors(), out, lse), counter, operands, partial, plan, max_logit),
                      alike=aligned or operands is NO_OPERANDS)
 
     def arguments(self, tensors: tuple[torch.Tensor, ...], counter: torch.Tensor, operands: Operands = NO_OPERANDS,
-                  partial: torch.Tensor | None = None, plan: Plan = NO_PLAN) -> tuple[Any, ...]:
+                  partial: torch.Tensor | None = None, plan: Plan = NO_PLAN,
+                  max_logit: torch.Tensor | None = None) -> tuple[Any, ...]:
         """Return descriptors of q, k, v and out by chunks, then what the kernel reads and writes by its address."""
         q, k, v, out, lse = tensors
         sinks, seed, bias, slopes, *lengths = self._taken(operands)
-        pointers = ForwardPointers(out if self.is_packed else None, partial, sinks, seed, *plan)
+        pointers = ForwardPointers(out if self.is_packed else None, partial, sinks, seed, *plan, max_logit)
         k, v = _rows(k, self.keys), _rows(v, self.keys)
         q, out = _grouped(q, self.group), _grouped(out, self.group)
         described = [block and self.describe(tensor, list(tensor.shape), legal_strides(tensor), *block)
