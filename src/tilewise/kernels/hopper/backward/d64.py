@@ -434,7 +434,7 @@ def hopper_backward_d64_kernel(q_desc, k_desc, v_desc, dout_desc, columns_desc, 
                 Outputs(dk_desc, dv_desc, None, None),
                 DQTarget(accum, workspace_ptr, workspace_ptr, dq_desc, scales.gradient), grid, numbers.bounds,
                 numbers.group, scales, None, None, tile, workspace_ptr,
-                MaskPlan(pointers.lists, pointers.bits, numbers.plan))
+                MaskPlan(pointers.lists, pointers.bits, numbers.plan), ())
     smem = Smem(kv_pipe, q_pipe, dout_pipe, row_stats, dscores_pipe, dq_stage, queue)
     if IN_ORDER:
         gl.warp_specialize([

@@ -86,7 +86,7 @@ class Args(NamedTuple):
     tile: Any
     tile_counter: Any
     plan: Any
-    alibi: Any = ()
+    alibi: Any
 
 
 class Alibi(NamedTuple):
@@ -154,7 +154,7 @@ class TileView(NamedTuple):
     bounds: Any
     last_count: Any
     bits: Any
-    diagonal: Any = ()
+    diagonal: Any
 
 
 class QHead(NamedTuple):
@@ -168,4 +168,4 @@ class QHead(NamedTuple):
     head: Any
     member: Any
     first_part: Any
-    slope_log2: Any = ()
+    slope_log2: Any
