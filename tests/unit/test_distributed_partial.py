@@ -89,6 +89,12 @@ def test_each_row_has_one_first_and_one_last_part_and_idle_rows_none(ends):
         assert not steps or sum(rows.start <= row < rows.stop for _, rows in segments.idle) == (not wanted)
 
 
+@given(st.lists(st.lists(st.integers(0, 12), min_size=2, max_size=4, unique=True).map(sorted), max_size=5))
+def test_segments_backwards_are_those_of_the_steps_in_the_other_order(ends):
+    steps = steps_of(*[list(zip(own[::2], own[1::2], strict=False)) for own in ends])
+    assert segments_of(steps, 12).backwards()[::-1] == segments_of(steps[::-1], 12).of_blocks
+
+
 def test_heads_that_steps_do_not_share_have_first_parts_of_their_own():
     steps = [step.__class__(heads, (), (), step.blocks) for step, heads in zip(
         steps_of([(0, 4)], [(0, 4)]), (Span(0, 1), Span(1, 2)), strict=True)]

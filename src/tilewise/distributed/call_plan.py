@@ -13,7 +13,7 @@ from tilewise.distributed.arguments import Arguments
 from tilewise.distributed.blocks import BlockTensors, Summed, summed_of
 from tilewise.distributed.cost_model import groups_of
 from tilewise.distributed.plan import all_gather_plan, cached_ring_plan, no_narrowing, ring_plan
-from tilewise.distributed.segments import Segments, segments_of
+from tilewise.distributed.segments import Segment, Segments, segments_of
 from tilewise.distributed.steps import Step
 from tilewise.distributed.tensor_cache import TensorCache, is_capturing, stream_of
 from tilewise.masks import Span
@@ -29,6 +29,9 @@ class CallPlan:
         summed: which results of its local calls are parts of sums.
         padding: rows of its queries that belong to no packed sequence.
         segments: of the blocks' queries.
+        backwards: those of the backward pass, by :meth:`Segments.backwards`.
+        keeps_last: whether the last step's messages are kept for the backward pass, which begins with that step: of a
+            ring, where they are one rank's keys.
         tensors: what the blocks' documents and borders become.
         packs_documents: whether documents are computed as packed sequences.
     """
@@ -37,6 +40,8 @@ class CallPlan:
     summed: Summed
     padding: tuple[Span, ...]
     segments: Segments
+    backwards: tuple[tuple[tuple[Segment, ...], ...], ...]
+    keeps_last: bool
     tensors: BlockTensors
     packs_documents: bool = False
 
@@ -68,8 +73,9 @@ def _made(name: str, arguments: Arguments, rank: int, groups: int) -> CallPlan:
     summed = summed_of(steps, rank)
     if arguments.stand_ins is not None:  # other ranks have parts of dk and dv
         summed = summed._replace(gradients=True)
-    return CallPlan(steps, summed, arguments.padded_rows(rank),
-                    segments_of(steps, arguments.q.shape[2]), BlockTensors(arguments.q.device), packed is not None)
+    segments = segments_of(steps, arguments.q.shape[2])
+    return CallPlan(steps, summed, arguments.padded_rows(rank), segments, segments.backwards(), name == "ring",
+                    BlockTensors(arguments.q.device), packed is not None)
 
 
 def document_sequences(arguments: Arguments) -> tuple[tuple[int, int, int, int], ...] | None:

@@ -54,10 +54,10 @@ def _places_of(forms: tuple[TensorForm, ...]) -> tuple[tuple[_Place, ...], int]:
     return tuple(found), start
 
 
-def pack(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return a message, (bytes,), uint8, of the tensors' elements in the order of their dims."""
+def pack(tensors: Iterable[torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return a message, (bytes,), uint8, of the tensors' elements in the order of their dims, in this dtype if any."""
     tensors = tuple(tensors)
-    forms = [TensorForm(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+    forms = [TensorForm(tuple(tensor.shape), dtype or tensor.dtype) for tensor in tensors]
     message = empty_message(forms, tensors[0].device)
     for view, tensor in zip(unpack(message, forms), tensors, strict=True):
         view.copy_(tensor)
@@ -104,6 +104,8 @@ def start(group: dist.ProcessGroup, sends: Mapping[int, torch.Tensor],
         sends, receives: by the other's rank in the group, which is not the own one: a message to send, and room for
             one of as many bytes as it sends. One of no bytes is neither sent nor received, at either end.
     """
+    if not (sends or receives):
+        return Transfer((), (), {})
     # Gloo moves no memory of a GPU from one rank to another: such messages go by way of the host.
     by_host = dist.get_backend(group) == "gloo" and any(
         message.device.type != "cpu" for message in (*sends.values(), *receives.values()))

@@ -35,14 +35,19 @@ class _Keys:
         step: of its plan.
         k, v: of the rank.
         before: of the step before, whose messages are sent again where they are the same.
+        kept: the step's messages of an earlier pass, on every rank alike: none are sent then.
     """
 
     def __init__(self, planned: Planned, step: Step, k: torch.Tensor, v: torch.Tensor,
-                 before: "_Keys | None" = None) -> None:
+                 before: "_Keys | None" = None, kept: Tensors | None = None) -> None:
         self._step, self._rank, self._own = step, planned.rank, (k, v)
         self._messages: dict[int, torch.Tensor] = {}
         self._packed: dict[tuple[Span, ...], torch.Tensor] = {}
         sends = {}
+        if kept is not None:
+            self._messages = dict(zip(step.received(planned.rank), kept, strict=True))
+            self._transfer = start(planned.group, {}, {})
+            return
         for rank, parts in step.sent.items():
             same = step.heads, *[part.rows for part in parts]  # one message for all that want it
             if same not in self._packed:
@@ -53,6 +58,11 @@ class _Keys:
         for rank, parts in step.received(planned.rank).items():
             self._messages[rank] = empty_message(_forms((k, v), step.heads, parts), k.device)
         self._transfer = start(planned.group, sends, self._messages)
+
+    @property
+    def messages(self) -> Tensors:
+        """What came from other ranks, once it is there: in their order."""
+        return tuple(self._messages.values())
 
     def get(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values of the buffer, (b, heads, rows, d or dv), once they are there."""
@@ -80,13 +90,21 @@ class _Keys:
         return found[0], found[1]
 
 
-def _steps_with_keys(planned: Planned, k: torch.Tensor, v: torch.Tensor) -> Iterator[tuple[
-        int, Step, torch.Tensor, torch.Tensor]]:
-    """Yield each step with its number and its buffer of keys and values, while those of the next one are under way."""
-    steps, keys = planned.plan.steps, _Keys(planned, planned.plan.steps[0], k, v)
-    for number, step in enumerate(steps):
-        coming = _Keys(planned, steps[number + 1], k, v, keys) if number + 1 < len(steps) else None
-        yield number, step, *keys.get()
+def _steps_with_keys(planned: Planned, k: torch.Tensor, v: torch.Tensor, *, backwards: bool = False,
+                     kept: Tensors | None = None) -> Iterator[tuple[int, Step, _Keys]]:
+    """Yield each step with its number and its keys, while those of the next one are under way.
+
+    Args:
+        planned: the call.
+        k, v: of the rank.
+        backwards: whether the last step is the first one.
+        kept: the messages of the first one, if they are there.
+    """
+    steps = list(enumerate(planned.plan.steps))[::-1 if backwards else 1]
+    keys = _Keys(planned, steps[0][1], k, v, kept=kept)
+    for (number, step), following in zip(steps, [*steps[1:], None], strict=True):
+        coming = None if following is None else _Keys(planned, following[1], k, v, keys)
+        yield number, step, keys
         if coming is not None:
             keys = coming
 
@@ -100,56 +118,77 @@ class _KeyGradients:
 
     def __init__(self, planned: Planned, k: torch.Tensor, v: torch.Tensor) -> None:
         self._planned, self._like = planned, (k, v)
+        self._dtypes = sum_dtype(k), sum_dtype(v)
         self._made: Tensors | None = None
         self._under_way: tuple[Step, Transfer, dict[int, torch.Tensor]] | None = None
 
-    @property
-    def _sums(self) -> Tensors:
-        if self._made is None:
-            self._made = tuple([torch.zeros_like(tensor, dtype=sum_dtype(tensor)) for tensor in self._like])
-        return self._made
-
     def send(self, step: Step, gradients: Tensors) -> None:
-        """Add what a step made for the own keys, and send the others' on their way to them.
-
-        The first gradients are kept, and changed, if they are of all own keys.
-        """
+        """Add what a step made for the own keys, and send the others' on their way to them."""
         rank, sends, receives = self._planned.rank, {}, {}
-        if self._made is None and [part.rank for part in step.parts] == [rank] and all(
-                gradient.shape == own.shape and gradient.dtype is sum_dtype(own)
-                for gradient, own in zip(gradients, self._like, strict=True)):
-            self._made = gradients
-        else:
-            for total, gradient in zip(self._sums, gradients, strict=True):
-                for part in step.parts:
-                    if part.rank == rank:
-                        _rows(total, part.rows, step.heads).add_(gradient[:, :, part.at.start:part.at.stop])
+        for part in step.parts:
+            if part.rank == rank:
+                self._add(step.heads, part.rows, tuple([own[:, :, part.at.start:part.at.stop] for own in gradients]))
         for peer, parts in step.received(rank).items():
-            sends[peer] = pack(gradient[:, :, part.at.start:part.at.stop].to(total.dtype)
-                               for gradient, total in zip(gradients, self._sums, strict=True) for part in parts)
+            sends[peer] = pack([gradient[:, :, part.at.start:part.at.stop] for gradient in gradients for part in parts],
+                               self._dtypes[0])
         for peer, parts in step.sent.items():
-            receives[peer] = empty_message(_forms(self._sums, step.heads, parts), self._like[0].device)
+            receives[peer] = empty_message(self._forms(step.heads, parts), self._like[0].device)
         transfer = start(self._planned.group, sends, receives)
-        self._add_arrived()
-        self._under_way = step, transfer, receives
+        if sends or receives:
+            self._add_arrived()
+            self._under_way = step, transfer, receives
 
     def get(self, *, rounds: bool) -> Tensors:
         """Return dk and dv, once all parts are there: in the dtype of k and v, or as sums."""
-        self._add_arrived()
-        return tuple([total.to(like.dtype) if rounds else total
-                      for total, like in zip(self._sums, self._like, strict=True)])
+        last = self._arrived()
+        if rounds and self._made is not None and len(last) == 1 and self._is_all(last[0][2]):
+            _, _, views = last[0]
+            return tuple([torch.add(total, view, out=torch.empty_like(like))
+                          for total, view, like in zip(self._made, views, self._like, strict=True)])
+        for arrived in last:
+            self._add(*arrived)
+        if not rounds:
+            return self._sums()
+        return tuple([total if total.dtype is like.dtype else torch.empty_like(like).copy_(total)
+                      for total, like in zip(self._sums(), self._like, strict=True)])
 
     def _add_arrived(self) -> None:
+        for arrived in self._arrived():
+            self._add(*arrived)
+
+    def _arrived(self) -> list[tuple[Span, Span, Tensors]]:
+        """Wait for what is under way, and return it: heads, rows of the own keys, and dk and dv of these."""
         if self._under_way is None:
-            return
-        step, transfer, messages = self._under_way
-        self._under_way = None
+            return []
+        (step, transfer, messages), self._under_way = self._under_way, None
         transfer.wait()
+        found: list[tuple[Span, Span, Tensors]] = []
         for peer, parts in step.sent.items():
-            views = unpack(messages[peer], _forms(self._sums, step.heads, parts))
-            for number, total in enumerate(self._sums):
-                for part, view in zip(parts, views[number * len(parts):], strict=False):
-                    _rows(total, part.rows, step.heads).add_(view)
+            views = unpack(messages[peer], self._forms(step.heads, parts))
+            found += [(step.heads, part.rows, (of_k, of_v)) for part, of_k, of_v in zip(
+                parts, views, views[len(parts):], strict=False)]
+        return found
+
+    def _add(self, heads: Span, rows: Span, parts: Tensors) -> None:
+        """Add gradients of some keys; the first ones are kept, and changed, if they are of all own keys."""
+        if self._made is None and self._is_all(parts):
+            self._made = parts
+            return
+        for total, part in zip(self._sums(), parts, strict=True):
+            _rows(total, rows, heads).add_(part)
+
+    def _is_all(self, parts: Tensors) -> bool:
+        return all(part.shape == own.shape and part.dtype is dtype for part, own, dtype in zip(
+            parts, self._like, self._dtypes, strict=True))
+
+    def _sums(self) -> Tensors:
+        if self._made is None:
+            self._made = tuple([torch.zeros_like(tensor, dtype=dtype) for tensor, dtype in zip(
+                self._like, self._dtypes, strict=True)])
+        return self._made
+
+    def _forms(self, heads: Span, parts: Sequence[Part]) -> list[TensorForm]:
+        return _forms(self._like, heads, parts, self._dtypes[0])
 
 
 class _Sum:
@@ -192,8 +231,8 @@ class StepsFunction(torch.autograd.Function):
         call, plan = planned.call, planned.plan
         wide = plan.summed.out
         parts = PartialResults(q, v.shape[3], max_logit=call.options.max_logit, summed=wide, rounds=sinks is None)
-        for number, step, own_k, own_v in _steps_with_keys(planned, k, v):
-            heads = call.query_heads(step.heads)
+        for number, step, keys in _steps_with_keys(planned, k, v):
+            heads, (own_k, own_v) = call.query_heads(step.heads), keys.get()
             for block, segments in zip(step.blocks, plan.segments.of_blocks[number], strict=True):
                 parts.add(heads, Results(*attend_to_block(
                     call, block, heads, (q, own_k, own_v), float32_results=wide)), segments)
@@ -206,7 +245,7 @@ class StepsFunction(torch.autograd.Function):
         out, lse, max_logit = parts.results()
         ctx.planned = planned
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, out, lse, bias, slopes, sinks)
+        ctx.save_for_backward(q, k, v, out, lse, bias, slopes, sinks, *(keys.messages if plan.keeps_last else ()))
         if max_logit is None:
             return out, lse
         ctx.mark_non_differentiable(max_logit)
@@ -225,19 +264,24 @@ class StepsFunction(torch.autograd.Function):
 
 def _gradients(planned: Planned, saved: Tensors, incoming: tuple[torch.Tensor, torch.Tensor | None],
                wanted: Sequence[bool]) -> tuple[torch.Tensor | None, ...]:
-    """Walk the steps once more, keys and values coming as in the forward pass and their gradients going back."""
-    q, k, v, out, lse, bias, slopes, sinks = saved
+    """Walk the steps from the last one back, keys and values coming as before and their gradients going back.
+
+    The last step's keys are still there, and the first step's are the own ones: no rank waits for keys before its first
+    block, nor for gradients behind its last one.
+    """
+    q, k, v, out, lse, bias, slopes, sinks, *kept = saved
     call, summed, rows = planned.call, planned.plan.summed, (out, lse, *incoming)
     has_stand_ins = len(wanted) > 6
     needs = (wanted[0], any((*wanted[1:3], *wanted[6:])), wanted[3], wanted[4])
     of_q = QueryGradient(q)
     of_operands = [_Sum(tensor) for tensor, needed in ((bias, needs[2]), (slopes, needs[3])) if needed]
     of_keys = _KeyGradients(planned, k, v)
-    for number, step, own_k, own_v in _steps_with_keys(planned, k, v):
-        heads = call.query_heads(step.heads)
+    for number, step, keys in _steps_with_keys(planned, k, v, backwards=True,
+                                               kept=tuple(kept) if planned.plan.keeps_last else None):
+        heads, (own_k, own_v) = call.query_heads(step.heads), keys.get()
         of_step = [_Sum(tensor) for tensor in (own_k, own_v)]
         sums = [*(of_step if needs[1] else ()), *of_operands]
-        for block, segments in zip(step.blocks, planned.plan.segments.of_blocks[number], strict=True):
+        for block, segments in zip(step.blocks[::-1], planned.plan.backwards[number], strict=True):
             made = gradients_of_block(call, block, heads, (q, own_k, own_v), rows, needs,
                                       float32_results=summed.gradients)
             if needs[0]:
@@ -274,7 +318,8 @@ def _rows(tensor: torch.Tensor, rows: Span, heads: Span) -> torch.Tensor:
     return tensor[:, heads.start:heads.stop, rows.start:rows.stop]
 
 
-def _forms(tensors: Sequence[torch.Tensor], heads: Span, parts: Sequence[Part]) -> list[TensorForm]:
-    """Return what a message holds: of each tensor the rows of every part."""
-    return [TensorForm((tensor.shape[0], len(heads), len(part.rows), tensor.shape[3]), tensor.dtype)
+def _forms(tensors: Sequence[torch.Tensor], heads: Span, parts: Sequence[Part],
+           dtype: torch.dtype | None = None) -> list[TensorForm]:
+    """Return what a message holds: of each tensor the rows of every part, in its dtype or in this one."""
+    return [TensorForm((tensor.shape[0], len(heads), len(part.rows), tensor.shape[3]), dtype or tensor.dtype)
             for tensor in tensors for part in parts]

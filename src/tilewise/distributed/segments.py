@@ -35,6 +35,14 @@ class Segments(NamedTuple):
     of_blocks: tuple[tuple[tuple[Segment, ...], ...], ...]
     idle: tuple[tuple[Span, Span], ...]
 
+    def backwards(self) -> tuple[tuple[tuple[Segment, ...], ...], ...]:
+        """Return those of a pass from the last step to the first, and from the last block: first parts come last.
+
+        Steps have their numbers still; the blocks of a step come in the order of the pass.
+        """
+        return tuple([tuple([tuple([own._replace(is_first=own.is_last, is_last=own.is_first) for own in of_block])
+                             for of_block in of_step[::-1]]) for of_step in self.of_blocks])
+
 
 class _Run(NamedTuple):
     """Neighbouring query rows of a block.
