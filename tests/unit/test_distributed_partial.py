@@ -95,6 +95,16 @@ def test_segments_backwards_are_those_of_the_steps_in_the_other_order(ends):
     assert segments_of(steps, 12).backwards()[::-1] == segments_of(steps[::-1], 12).of_blocks
 
 
+def test_blocks_have_the_first_part_of_all_their_rows_or_of_none():
+    def firsts(*ways):
+        return segments_of(steps_of(*ways), 9).first_blocks()
+
+    assert firsts([(0, 9)], [(4, 9)]) == ((True,), (False,))
+    assert firsts([(0, 4)], [(4, 9)], [(2, 6)]) == ((True,), (True,), (False,))
+    assert firsts([(0, 4)], [(2, 9)]) is None
+    assert firsts([(0, 4)]) is None
+
+
 def test_heads_that_steps_do_not_share_have_first_parts_of_their_own():
     steps = [step.__class__(heads, (), (), step.blocks) for step, heads in zip(
         steps_of([(0, 4)], [(0, 4)]), (Span(0, 1), Span(1, 2)), strict=True)]

@@ -172,7 +172,8 @@ def places_of(operand: torch.Tensor, block: Block, heads: Span, *, packed: bool)
     return tuple([own if size > 1 else slice(None) for own, size in zip(found, operand.shape, strict=False)])
 
 
-def attend_to_block(call: Call, block: Block, heads: Span, tensors: Tensors, *, float32_results: bool) -> Any:
+def attend_to_block(call: Call, block: Block, heads: Span, tensors: Tensors, sinks: torch.Tensor | None, *,
+                    float32_results: bool) -> Any:
     """Return out, lse and, where it is wanted, max_logit of a block; out in float32 of 16-bit inputs if said so.
 
     Args:
@@ -180,10 +181,13 @@ def attend_to_block(call: Call, block: Block, heads: Span, tensors: Tensors, *, 
         block: which rows.
         heads: query heads.
         tensors: the rank's q, (b, hq, s, d), and the step's keys and values, (b, heads of keys, rows, d or dv).
+        sinks: (hq,), of all heads, where they enter with this block.
     """
     q, k, v = _of_queries(tensors[0], block, heads), _of_keys(tensors[1], block), _of_keys(tensors[2], block)
     wide = float32_results and q.itemsize == 2  # others are plain calls
     operands, options = call.operands_of(block, heads), call.options_of(block, float32_results=wide)
+    if sinks is not None:
+        operands = operands._replace(sinks=sinks if len(sinks) == len(heads) else sinks[heads.start:heads.stop])
     if is_plain(operands, options):
         numbers = options.scale, options.deterministic, options.backend
         results = attend(q, k, v, options.mask, numbers, with_lse=True)

@@ -32,6 +32,7 @@ class CallPlan:
         backwards: those of the backward pass, by :meth:`Segments.backwards`.
         keeps_last: whether the last step's messages are kept for the backward pass, which begins with that step: of a
             ring, where they are one rank's keys.
+        takes_sinks: of each step's blocks which ones take the sinks, each row once; None where they are added behind.
         tensors: what the blocks' documents and borders become.
         packs_documents: whether documents are computed as packed sequences.
     """
@@ -42,11 +43,13 @@ class CallPlan:
     segments: Segments
     backwards: tuple[tuple[tuple[Segment, ...], ...], ...]
     keeps_last: bool
+    takes_sinks: tuple[tuple[bool, ...], ...] | None
     tensors: BlockTensors
     packs_documents: bool = False
 
 
 _plans = registered(TensorCache(256))
+_TAKE_SINKS = (None, "gluon", "triton", "reference")  # backends
 
 
 def call_plan(name: str, arguments: Arguments, rank: int) -> CallPlan:
@@ -75,6 +78,7 @@ def _made(name: str, arguments: Arguments, rank: int, groups: int) -> CallPlan:
         summed = summed._replace(gradients=True)
     segments = segments_of(steps, arguments.q.shape[2])
     return CallPlan(steps, summed, arguments.padded_rows(rank), segments, segments.backwards(), name == "ring",
+                    segments.first_blocks() if arguments.options.backend in _TAKE_SINKS else None,
                     BlockTensors(arguments.q.device), packed is not None)
 
 

@@ -230,16 +230,21 @@ class StepsFunction(torch.autograd.Function):
         """Return out, lse and, where the options want it, max_logit."""
         call, plan = planned.call, planned.plan
         wide = plan.summed.out
-        parts = PartialResults(q, v.shape[3], max_logit=call.options.max_logit, summed=wide, rounds=sinks is None)
+        # In float32 a backend that takes no sinks may be the fastest.
+        takes_sinks = None if sinks is None or q.dtype is torch.float32 else plan.takes_sinks
+        adds_sinks = sinks is not None and takes_sinks is None
+        parts = PartialResults(q, v.shape[3], max_logit=call.options.max_logit, summed=wide, rounds=not adds_sinks)
         for number, step, keys in _steps_with_keys(planned, k, v):
             heads, (own_k, own_v) = call.query_heads(step.heads), keys.get()
-            for block, segments in zip(step.blocks, plan.segments.of_blocks[number], strict=True):
+            for place, (block, segments) in enumerate(zip(step.blocks, plan.segments.of_blocks[number], strict=True)):
+                own_sinks = sinks if takes_sinks is not None and takes_sinks[number][place] else None
                 parts.add(heads, Results(*attend_to_block(
-                    call, block, heads, (q, own_k, own_v), float32_results=wide)), segments)
+                    call, block, heads, (q, own_k, own_v), own_sinks, float32_results=wide)), segments)
         for of_keys, rows in plan.segments.idle:
             parts.leave_empty(call.query_heads(of_keys), rows)
         if sinks is not None:
-            parts.add_sinks(sinks)
+            if adds_sinks:
+                parts.add_sinks(sinks)
             for rows in plan.padding:
                 parts.clear_lse(rows)
         out, lse, max_logit = parts.results()

@@ -26,7 +26,7 @@ class PartialResults:
         summed: whether several parts have the same heads and rows. Their sums are float32 (float64 of float64 inputs),
             whatever the dtype of the parts: a result does not depend on the number of parts by more than its own
             rounding. Else each part is the result of its heads and rows, and stays as it is.
-        rounds: whether the last part of each row writes out in the dtype of q. Not where sinks follow.
+        rounds: whether the last part of each row writes out in the dtype of q. Not where sinks are added behind.
     """
 
     def __init__(self, q: torch.Tensor, dv: int, *, max_logit: bool, summed: bool, rounds: bool) -> None:
@@ -217,7 +217,7 @@ def sinks_gradient(sinks: torch.Tensor, lse: torch.Tensor, out: torch.Tensor, do
         out, dout: (b, hq, s, dv).
         dlse: (b, hq, s), or None.
     """
-    delta = (out.to(lse.dtype) * dout.to(lse.dtype)).sum(-1)
+    delta = (out.to(lse.dtype) * dout).sum(-1)  # dout becomes float32 in the product: one pass over memory less
     if dlse is not None:
         delta = delta - dlse
     empty = lse == float("-inf")

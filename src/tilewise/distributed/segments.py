@@ -43,6 +43,16 @@ class Segments(NamedTuple):
         return tuple([tuple([tuple([own._replace(is_first=own.is_last, is_last=own.is_first) for own in of_block])
                              for of_block in of_step[::-1]]) for of_step in self.of_blocks])
 
+    def first_blocks(self) -> tuple[tuple[bool, ...], ...] | None:
+        """Return of each step's blocks which have the first part of all their rows.
+
+        None where a block has that of some of its rows only, or rows are idle.
+        """
+        firsts = [[{own.is_first for own in of_block} for of_block in of_step] for of_step in self.of_blocks]
+        if self.idle or any(len(found) > 1 for of_step in firsts for found in of_step):
+            return None
+        return tuple([tuple([True in found for found in of_step]) for of_step in firsts])
+
 
 class _Run(NamedTuple):
     """Neighbouring query rows of a block.
