@@ -49,7 +49,7 @@ from tilewise.distributed import (
 )
 from tilewise.distributed.arguments import Arguments, arguments_of, packed_arguments_of
 from tilewise.distributed.cost_model import Links, estimates
-from tilewise.distributed.exchange import Transfer
+from tilewise.distributed.exchange import Message, Transfer, empty_message
 from tilewise.distributed.layouts import named_layout
 from tilewise.distributed.schedules import run_steps
 
@@ -187,7 +187,7 @@ class Messages:
     """
 
     def __init__(self) -> None:
-        self._sent: dict[tuple[int, int, str, int], torch.Tensor] = {}  # from, to, pass, number of the exchange
+        self._sent: dict[tuple[int, int, str, int], Message] = {}  # from, to, pass, number of the exchange
         self._from: dict[tuple[int, str, int], tuple[int, int, str, int]] = {}  # of a receiver's message the key above
         self._rank, self._pass, self._rooms, self._exchanges, self._records = 0, "", [], 0, False
 
@@ -195,16 +195,16 @@ class Messages:
         """Let a rank begin a pass; ``records``: whether what it sends is kept."""
         self._rank, self._pass, self._rooms, self._exchanges, self._records = rank, direction, [], 0, records
 
-    def empty_message(self, forms: Any, device: torch.device) -> torch.Tensor:
+    def empty_message(self, forms: Any, device: torch.device) -> Message:
         """Return what has been sent, in place of the room for it."""
         key = self._from.get((self._rank, self._pass, len(self._rooms)))
         sent = None if key is None else self._sent.get(key)
         if sent is None:
-            sent = torch.zeros(sum(form.size for form in forms), dtype=torch.uint8, device=device)
+            sent = tuple([own.zero_() for own in empty_message(forms, device)])
         self._rooms.append(sent)
         return sent
 
-    def start(self, group: None, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor]) -> Transfer:
+    def start(self, group: None, sends: dict[int, Message], receives: dict[int, Message]) -> Transfer:
         """Keep what is sent, and note which exchange each received message belongs to."""
         if self._records:
             for peer, message in sends.items():

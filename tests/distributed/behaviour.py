@@ -170,7 +170,7 @@ def bytes_received(mesh, mask, layout, schedule, documents):
     received = []
 
     def counting(group, sends, receives):
-        received.append(sum(message.numel() for message in receives.values()))
+        received.append(sum(part.nbytes for message in receives.values() for part in message))
         return start(group, sends, receives)
 
     from tilewise.distributed import function

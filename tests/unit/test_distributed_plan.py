@@ -123,10 +123,23 @@ def test_a_message_holds_its_tensors():
     tensors = [torch.randn(2, 3), torch.arange(5, dtype=torch.int64), torch.randn(0, 4), torch.randn(7).bfloat16()]
     forms = [TensorForm(tuple(own.shape), own.dtype) for own in tensors]
     message = pack(tensors)
-    assert len(message) == len(empty_message(forms, torch.device("cpu"))) == 3 * 128
+    assert message[0].nbytes == empty_message(forms, torch.device("cpu"))[0].nbytes == 3 * 128
     for got, expected in zip(unpack(message, forms), tensors, strict=True):
         assert got.dtype is expected.dtype
         assert torch.equal(got, expected)
+
+
+def test_two_tensors_are_sent_as_they_are_where_dense_and_of_the_dtype():
+    dense, other = torch.randn(2, 3), torch.randn(3, 2).t()
+    forms = [TensorForm((2, 3), torch.float32)] * 2
+    assert [sent is own for sent, own in zip(pack([dense, dense]), [dense, dense], strict=True)] == [True, True]
+    assert [form.shape for form in unpack(empty_message(forms, torch.device("cpu")), forms)] == [(2, 3)] * 2
+    for tensors, dtype in (([dense, other], None), ([dense, dense], torch.float64)):
+        for sent, own in zip(pack(tensors, dtype), tensors, strict=True):
+            assert sent.is_contiguous()
+            assert sent.dtype is (dtype or own.dtype)
+            assert torch.equal(sent, own.to(sent.dtype))
+
 
 
 def test_the_model_finds_zigzag_even_and_a_window_local():

@@ -30,8 +30,8 @@ class CallPlan:
         padding: rows of its queries that belong to no packed sequence.
         segments: of the blocks' queries.
         backwards: those of the backward pass, by :meth:`Segments.backwards`.
-        keeps_last: whether the last step's messages are kept for the backward pass, which begins with that step: of a
-            ring, where they are one rank's keys.
+        keeps_last: whether the last step's message is kept for the backward pass, which begins with that step: of a
+            ring, where it is one rank's keys.
         takes_sinks: of each step's blocks which ones take the sinks, each row once; None where they are added behind.
         tensors: what the blocks' documents and borders become.
         packs_documents: whether documents are computed as packed sequences.

@@ -1,7 +1,8 @@
 """Tensors on their way between the ranks of a group: point-to-point messages, all of a step at once.
 
-A message is the bytes of some tensors one behind the other. On CUDA devices the messages of a group travel on a stream
-of NCCL's own: what is enqueued between :func:`start` and :meth:`Transfer.wait` runs beside them.
+A message is the bytes of some tensors one behind the other; of one or two it is the tensors themselves. On CUDA devices
+the messages of a group travel on a stream of NCCL's own: what is enqueued between :func:`start` and
+:meth:`Transfer.wait` runs beside them.
 """
 
 import math
@@ -17,6 +18,8 @@ import torch.distributed as dist
 from tilewise.support.caches import registered
 
 Said = TypeVar("Said")
+Message = tuple[torch.Tensor, ...]
+_APART = 2  # tensors, of which a message is made without a copy of dense ones
 _ALIGNMENT = 128  # bytes: each tensor of a message begins at a multiple, as Hopper's TMA asks of an address
 
 
@@ -54,29 +57,36 @@ def _places_of(forms: tuple[TensorForm, ...]) -> tuple[tuple[_Place, ...], int]:
     return tuple(found), start
 
 
-def pack(tensors: Iterable[torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return a message, (bytes,), uint8, of the tensors' elements in the order of their dims, in this dtype if any."""
+def pack(tensors: Iterable[torch.Tensor], dtype: torch.dtype | None = None) -> Message:
+    """Return a message of the tensors' elements in the order of their dims, in this dtype if any."""
     tensors = tuple(tensors)
     forms = [TensorForm(tuple(tensor.shape), dtype or tensor.dtype) for tensor in tensors]
+    if len(forms) <= _APART and all(
+            own.is_contiguous() and own.dtype is form.dtype for own, form in zip(tensors, forms, strict=True)):
+        return tensors
     message = empty_message(forms, tensors[0].device)
     for view, tensor in zip(unpack(message, forms), tensors, strict=True):
         view.copy_(tensor)
     return message
 
 
-def unpack(message: torch.Tensor, forms: Sequence[TensorForm]) -> list[torch.Tensor]:
-    """Return the tensors of a message, views of it."""
-    found, typed = [], {}
+def unpack(message: Message, forms: Sequence[TensorForm]) -> Sequence[torch.Tensor]:
+    """Return the tensors of a message, or views of it."""
+    if len(forms) <= _APART:
+        return message
+    (whole,), found, typed = message, [], {}
     for dtype, shape, strides, start in _places_of(tuple(forms))[0]:
         if dtype not in typed:
-            typed[dtype] = message.view(dtype)
+            typed[dtype] = whole.view(dtype)
         found.append(typed[dtype].as_strided(shape, strides, start))
     return found
 
 
-def empty_message(forms: Sequence[TensorForm], device: torch.device) -> torch.Tensor:
+def empty_message(forms: Sequence[TensorForm], device: torch.device) -> Message:
     """Return room for a message of such tensors."""
-    return torch.empty(_places_of(tuple(forms))[1], dtype=torch.uint8, device=device)
+    if len(forms) <= _APART:
+        return tuple([torch.empty(form.shape, dtype=form.dtype, device=device) for form in forms])
+    return (torch.empty(_places_of(tuple(forms))[1], dtype=torch.uint8, device=device),)
 
 
 class Transfer:
@@ -95,31 +105,30 @@ class Transfer:
         self._works, self._kept, self._staged = (), (), {}
 
 
-def start(group: dist.ProcessGroup, sends: Mapping[int, torch.Tensor],
-          receives: Mapping[int, torch.Tensor]) -> Transfer:
+def start(group: dist.ProcessGroup, sends: Mapping[int, Message], receives: Mapping[int, Message]) -> Transfer:
     """Send and receive messages; both ends name each other in the same call, and in no other order.
 
     Args:
         group: the process group.
         sends, receives: by the other's rank in the group, which is not the own one: a message to send, and room for
-            one of as many bytes as it sends. One of no bytes is neither sent nor received, at either end.
+            the one that it sends. What has no bytes is neither sent nor received, at either end.
     """
     if not (sends or receives):
         return Transfer((), (), {})
     # Gloo moves no memory of a GPU from one rank to another: such messages go by way of the host.
     by_host = dist.get_backend(group) == "gloo" and any(
-        message.device.type != "cpu" for message in (*sends.values(), *receives.values()))
+        message[0].device.type != "cpu" for message in (*sends.values(), *receives.values()))
     staged: dict[torch.Tensor, torch.Tensor] = {}
     operations, kept = [], []
     for call, messages in ((dist.isend, sends), (dist.irecv, receives)):
-        for peer, message in sorted(messages.items()):
-            if not message.numel():
+        for peer, part in ((peer, part) for peer, message in sorted(messages.items()) for part in message):
+            if not part.numel():
                 continue
-            moved = message
+            moved = part
             if by_host and call is dist.isend:
-                moved = message.cpu()
+                moved = part.cpu()
             elif by_host:
-                moved = staged[message] = torch.empty_like(message, device="cpu")
+                moved = staged[part] = torch.empty_like(part, device="cpu")
             kept.append(moved)
             operations.append(dist.P2POp(call, moved, dist.get_global_rank(group, peer), group))
     works = dist.batch_isend_irecv(operations) if operations else []

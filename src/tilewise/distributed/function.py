@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from tilewise.backends.base import Results
 from tilewise.distributed.blocks import Call, Tensors, attend_to_block, gradients_of_block, places_of
 from tilewise.distributed.call_plan import CallPlan
-from tilewise.distributed.exchange import TensorForm, Transfer, empty_message, pack, start, unpack
+from tilewise.distributed.exchange import Message, TensorForm, Transfer, empty_message, pack, start, unpack
 from tilewise.distributed.partial import PartialResults, QueryGradient, sinks_gradient, sum_dtype
 from tilewise.distributed.steps import Block, Part, Step
 from tilewise.masks import Span
@@ -35,17 +35,17 @@ class _Keys:
         step: of its plan.
         k, v: of the rank.
         before: of the step before, whose messages are sent again where they are the same.
-        kept: the step's messages of an earlier pass, on every rank alike: none are sent then.
+        kept: the step's only message in an earlier pass, or none, on every rank alike: nothing is sent then.
     """
 
     def __init__(self, planned: Planned, step: Step, k: torch.Tensor, v: torch.Tensor,
-                 before: "_Keys | None" = None, kept: Tensors | None = None) -> None:
+                 before: "_Keys | None" = None, kept: Message | None = None) -> None:
         self._step, self._rank, self._own = step, planned.rank, (k, v)
-        self._messages: dict[int, torch.Tensor] = {}
-        self._packed: dict[tuple[Span, ...], torch.Tensor] = {}
+        self._messages: dict[int, Message] = {}
+        self._packed: dict[tuple[Span, ...], Message] = {}
         sends = {}
         if kept is not None:
-            self._messages = dict(zip(step.received(planned.rank), kept, strict=True))
+            self._messages = dict.fromkeys(step.received(planned.rank), kept)
             self._transfer = start(planned.group, {}, {})
             return
         for rank, parts in step.sent.items():
@@ -60,9 +60,9 @@ class _Keys:
         self._transfer = start(planned.group, sends, self._messages)
 
     @property
-    def messages(self) -> Tensors:
-        """What came from other ranks, once it is there: in their order."""
-        return tuple(self._messages.values())
+    def message(self) -> Message:
+        """What came from the only other rank, once it is there, or nothing."""
+        return next(iter(self._messages.values()), ())
 
     def get(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values of the buffer, (b, heads, rows, d or dv), once they are there."""
@@ -91,14 +91,14 @@ class _Keys:
 
 
 def _steps_with_keys(planned: Planned, k: torch.Tensor, v: torch.Tensor, *, backwards: bool = False,
-                     kept: Tensors | None = None) -> Iterator[tuple[int, Step, _Keys]]:
+                     kept: Message | None = None) -> Iterator[tuple[int, Step, _Keys]]:
     """Yield each step with its number and its keys, while those of the next one are under way.
 
     Args:
         planned: the call.
         k, v: of the rank.
         backwards: whether the last step is the first one.
-        kept: the messages of the first one, if they are there.
+        kept: the message of the first one, if it is there.
     """
     steps = list(enumerate(planned.plan.steps))[::-1 if backwards else 1]
     keys = _Keys(planned, steps[0][1], k, v, kept=kept)
@@ -120,7 +120,7 @@ class _KeyGradients:
         self._planned, self._like = planned, (k, v)
         self._dtypes = sum_dtype(k), sum_dtype(v)
         self._made: Tensors | None = None
-        self._under_way: tuple[Step, Transfer, dict[int, torch.Tensor]] | None = None
+        self._under_way: tuple[Step, Transfer, dict[int, Message]] | None = None
 
     def send(self, step: Step, gradients: Tensors) -> None:
         """Add what a step made for the own keys, and send the others' on their way to them."""
@@ -250,7 +250,7 @@ class StepsFunction(torch.autograd.Function):
         out, lse, max_logit = parts.results()
         ctx.planned = planned
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, out, lse, bias, slopes, sinks, *(keys.messages if plan.keeps_last else ()))
+        ctx.save_for_backward(q, k, v, out, lse, bias, slopes, sinks, *(keys.message if plan.keeps_last else ()))
         if max_logit is None:
             return out, lse
         ctx.mark_non_differentiable(max_logit)
