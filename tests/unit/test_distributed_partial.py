@@ -215,3 +215,22 @@ def test_the_last_part_of_a_gradient_of_queries_writes_its_dtype(monkeypatch):
         found.add(HEADS, torch.ones(1, 2, 9, 4), own)
     assert written == [torch.bfloat16]
     assert torch.equal(found.get(), torch.full_like(q, 3.0))
+
+
+def test_the_first_part_of_some_rows_is_kept_without_a_copy(monkeypatch):
+    q, copied = torch.zeros(1, 2, 9, 4, dtype=torch.bfloat16), []
+    steps, copy = steps_of([(4, 9)], [(0, 9)]), torch.Tensor.copy_
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda own, given: copied.append(own.shape[2]) or copy(own, given))
+    found = QueryGradient(q)
+    for (own,), rows in zip(segments_of(steps, 9).of_blocks, (5, 9), strict=True):
+        found.add(HEADS, torch.ones(1, 2, rows, 4), own)
+    assert copied == [4]
+    assert found.get()[0, 0, :, 0].tolist() == [1.0] * 4 + [2.0] * 5
+
+
+def test_rows_that_the_kept_part_lacks_are_summed_beside_it():
+    q, ways = torch.zeros(1, 2, 9, 4, dtype=torch.bfloat16), ([(4, 9)], [(1, 6)], [(0, 9)])
+    found = QueryGradient(q)
+    for (own,), ((start, stop),) in zip(segments_of(steps_of(*ways), 9).of_blocks, ways, strict=True):
+        found.add(HEADS, torch.ones(1, 2, stop - start, 4), own)
+    assert found.get()[0, 1, :, 3].tolist() == [1.0] + [2.0] * 3 + [3.0] * 2 + [2.0] * 3

@@ -130,25 +130,34 @@ class QueryGradient:
     def __init__(self, q: torch.Tensor) -> None:
         self._like = q
         self._sum: torch.Tensor | None = None
+        self._held = Span(0, q.shape[2])  # the rows that the sum has
         self._rounded: torch.Tensor | None = None
 
     def add(self, heads: Span, part: torch.Tensor, segments: Sequence[Segment]) -> None:
-        """Add a part, (b, heads, rows, d), of some heads of queries; the first of all rows is kept, and changed."""
-        if self._sum is None and self._rounded is None and part.shape == self._like.shape:
-            self._sum = part
-            if not all(own.is_last for own in segments):
-                for own in segments:
-                    if own.is_last:
-                        self._final()[_places(heads, own.rows)].copy_(part[:, :, _slice(own.within)])
-            return
+        """Add a part, (b, heads, rows, d), of some heads of queries.
+
+        The first one is kept, and changed, if it is of all heads and of neighbouring rows, to some of which others are
+        added, or of all rows.
+        """
+        rows = Span(segments[0].rows.start, segments[-1].rows.stop) if segments else Span(0, 0)
+        is_whole, is_done = part.shape == self._like.shape, all(own.is_last for own in segments)
+        is_kept = self._sum is None and len(heads) == self._like.shape[1] and len(rows) == part.shape[2] and (
+            not is_done or (is_whole and self._rounded is None))
+        if is_kept:
+            self._sum, self._held = part, rows
+            if is_done:
+                return
         for own in segments:
             where, of_rows = _places(heads, own.rows), part[:, :, _slice(own.within)]
-            if own.is_first:
-                (self._final() if own.is_last else self._total(part.dtype))[where].copy_(of_rows)
+            if own.is_first and own.is_last:
+                self._final()[where].copy_(of_rows)
+            elif own.is_first:
+                if not is_kept:
+                    self._so_far(heads, own.rows, part.dtype).copy_(of_rows)
             elif own.is_last:
-                torch.add(self._total(part.dtype)[where], of_rows, out=self._final()[where])
+                torch.add(self._so_far(heads, own.rows, part.dtype), of_rows, out=self._final()[where])
             else:
-                self._total(part.dtype)[where].add_(of_rows)
+                self._so_far(heads, own.rows, part.dtype).add_(of_rows)
 
     def leave_empty(self, heads: Span, rows: Span) -> None:
         """Let rows that have no part be 0."""
@@ -160,10 +169,15 @@ class QueryGradient:
             return self._sum.to(self._like.dtype)
         return self._final()
 
-    def _total(self, dtype: torch.dtype) -> torch.Tensor:
-        if self._sum is None:
-            self._sum = torch.empty_like(self._like, dtype=dtype)
-        return self._sum
+    def _so_far(self, heads: Span, rows: Span, dtype: torch.dtype) -> torch.Tensor:
+        """Return a view of rows of the sum, which has all rows from the first one on that the kept part lacks."""
+        if self._sum is None or rows.start < self._held.start or rows.stop > self._held.stop:
+            total = torch.empty_like(self._like, dtype=dtype)
+            if self._sum is not None:
+                total[:, :, _slice(self._held)] = self._sum
+            self._sum, self._held = total, Span(0, total.shape[2])
+        first = self._held.start
+        return self._sum[_places(heads, Span(rows.start - first, rows.stop - first))]
 
     def _final(self) -> torch.Tensor:
         if self._rounded is None:
