@@ -27,7 +27,7 @@ def split_halves(s):
     return s[:, :s.shape[1] // 2], s[:, s.shape[1] // 2:]
 
 
-def squashed(s, squash, alone):
+def squashed(s, squash, shares_reciprocal):
     return s if squash is None else (torch.tanh(s * squash / (2.0 * math.log2(math.e))) - 1.0) / 2.0
 
 

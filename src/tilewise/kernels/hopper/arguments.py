@@ -41,15 +41,13 @@ class Scaling(NamedTuple):
     scale_log2: scale * log2(e), or with a softcap 2 softcap * log2(e). squash: what the products are multiplied by
     first, None without a softcap (``softmax.squashed``). exact_scale: the least power of two that is no less than
     scale_log2, which takes its place in rows of huge scores (``softmax.shift_for``). to_natural: where something is
-    added to scores, the scale, or twice the softcap; scale_log2 is log2(e) then. Else None. softcap_log2: where nothing
-    is added, softcap * log2(e), which is left out of exponents. Else None.
+    added to scores, the scale, or twice the softcap; scale_log2 is log2(e) then. Else None.
     """
 
     scale_log2: Any
     squash: Any
     exact_scale: Any
     to_natural: Any = None
-    softcap_log2: Any = None
 
 
 class KVSplits(NamedTuple):

@@ -16,18 +16,18 @@ def rows_of_quads(columns):
 
 
 @gluon.jit
-def squashed(s, squash, ALONE: gl.constexpr):
+def squashed(s, squash, SHARES_RECIPROCAL: gl.constexpr):
     """Under a softcap, u = (tanh(x) - 1) / 2 = -1 / (1 + exp(2x)), with x = s / softcap; else the scores as they are.
 
     The softcap times tanh(x) is softcap + 2 softcap·u, and the softmax takes no notice of the first term (maths.md,
     section 11). u errs by up to 2^-22, a few roundings of float32; the capped score by up to 2^-21 of the softcap.
 
-    ALONE: each score has a reciprocal of its own. Else four of a row share one, of a product, since the unit that makes
-    reciprocals makes the exponentials too; exp(2x) then goes to 2^30, where tanh(x) is 1, and NaN makes all four NaN.
-    So no score may be hidden there from its row.
+    SHARES_RECIPROCAL: four scores of a row share one, of a product, since the unit that makes reciprocals makes the
+    exponentials too; exp(2x) then goes to 2^30, where tanh(x) is 1, and NaN makes all four NaN. So no score may be
+    hidden there from its row. Else each has its own.
     """
     if squash is not None:
-        if ALONE:
+        if not SHARES_RECIPROCAL:
             s = gl.inline_asm_elementwise("""{
                 .reg .f32 a;
                 ex2.approx.ftz.f32 a, $1;
@@ -123,10 +123,10 @@ def shift_for(top, scaling):
 
 @gluon.jit
 def scaled_max_of(shift, scaling):
-    """The largest exponent of each row, whatever was its scale; with what ``squashed`` left out of it."""
+    """The largest exponent of each row, whatever was its scale; with softcap·log2 e, which ``squashed`` left out."""
     top = gl.where(needs_exact_scale(shift), shift * (scaling.scale_log2 / scaling.exact_scale), shift)
-    if scaling.softcap_log2 is not None:
-        top += scaling.softcap_log2
+    if scaling.squash is not None and scaling.to_natural is None:  # else it was added to scores
+        top += 0.5 * scaling.scale_log2
     return top
 
 

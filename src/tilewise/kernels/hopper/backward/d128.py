@@ -189,7 +189,7 @@ def attend_blocks(begin, end, count, state, head, view, args, smem, draws, OWN: 
             probs = gl.exp2(scores * scale_log2)
         else:
             if args.scales.squash is not None:  # tanh
-                scores = 1.0 + 2.0 * squashed(scores, args.scales.squash, True)
+                scores = 1.0 + 2.0 * squashed(scores, args.scales.squash, False)
             exponents = scores * scale_log2 - lse[None, :]
             if C.HAS_ALIBI:
                 exponents = take_off_distances(exponents, first_query, head.slope_log2, view, C)

@@ -115,7 +115,7 @@ def attend_block(step, count, q, state, view, kv, scaling, OWN: gl.constexpr, MA
     s_pending = issue_scores(q, kv.k_tiles, stage, C)
     acc_pending = issue_out(probs, kv.v_tiles, stage, acc, C)
     order_barrier_arrive(OWN, C.CONSUMERS, C.PING_PONG)
-    s = squashed(warpgroup_mma_wait(len(C.DV) * len(probs), deps=(s_pending,)), scaling.squash, MASKED)
+    s = squashed(warpgroup_mma_wait(len(C.DV) * len(probs), deps=(s_pending,)), scaling.squash, not MASKED)
     s = add_to_scores(s, step, bias, view, scaling, C)
     if MASKED:
         s = hide_pairs(s, step, words, view, C)
@@ -265,7 +265,7 @@ def attend_tiles(tile, count, tile_count, args, smem, OWN: gl.constexpr, C: gl.c
             if row >= bounds.sq:
                 count = skip_blocks(begin, blocks.count, count, kv, OWN, C)
                 begin = blocks.count
-        s = add_to_scores(squashed(s, scaling.squash, True), 0, bias_of_step(0, view, True, C), view, scaling, C)
+        s = add_to_scores(squashed(s, scaling.squash, False), 0, bias_of_step(0, view, True, C), view, scaling, C)
         if masked >= begin:
             s = hide_pairs(s, 0, bits_of_step(0, view, C.BLOCK_N, C), view, C)
         before = gl.convert_layout(empty_rows, gl.SliceLayout(1, s.type.layout))

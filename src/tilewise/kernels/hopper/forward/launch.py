@@ -178,7 +178,7 @@ def scaling_of_scores(problem: AttentionProblem) -> Scaling:
     if not problem.scores.adds_to_scores:
         if softcap is None:
             return Scaling(scale_log2, None, exact_scale_of(scale_log2))
-        return Scaling(2.0 * scale_log2, squash, exact_scale_of(2.0 * scale_log2), softcap_log2=scale_log2)
+        return Scaling(2.0 * scale_log2, squash, exact_scale_of(2.0 * scale_log2))
     log2e = math.log2(math.e)
     return Scaling(log2e, squash, exact_scale_of(log2e), problem.scale if softcap is None else 2.0 * softcap)
 
