@@ -7,7 +7,7 @@ import torch
 
 from tilewise.bench.torture_rows import TortureRow
 from tilewise.cli import session
-from tilewise.testing.torture import CHECKS, torture
+from tilewise.testing.torture import CHECKS, Result, torture
 
 MODULE = "unit.broken_attention"
 FEW = ("ordinary", "one_query", "storage_bshd", "graph_of_training")
@@ -21,7 +21,8 @@ def few_checks(monkeypatch):
     chosen = [check for check in CHECKS if check.name in FEW]
     calls = []
 
-    def here(name, device, dtype, on_result):
+    def here(name, device, dtype, on_result, *, checks):
+        assert len(checks) == len(CHECKS)
         calls.append((name, device, dtype))
         return torture(implementation_named(name), device, dtype, checks=chosen, on_result=on_result)
 
@@ -105,17 +106,30 @@ def test_json_has_the_rows_and_who_is_not_here(run, few_checks):
     assert "flash_attn2" in written["absent"]
 
 
-def test_each_runs_in_a_process_of_its_own(run, monkeypatch):
-    apart, few = session.torture_apart, [check.name for check in CHECKS[:2]]
-    monkeypatch.setattr(session, "torture_apart", lambda *given: apart(*given, checks=few))
-    finished = run("check", "--torture", "--implementation", f"{MODULE}:RIGHT", "--dtype", "float32", "--device", "cpu")
+def test_those_that_are_named_run_alone_each_implementation_in_a_process_of_its_own(run):
+    chosen = [word for name in FEW[:2] for word in ("--only", name)]
+    finished = run("check", "--torture", "--implementation", f"{MODULE}:RIGHT", "--dtype", "float32", "--device", "cpu",
+                   *chosen, *chosen)
     assert finished.status == 0
     assert "0 of 2" in finished.output
+
+
+def test_a_run_that_is_stopped_keeps_the_rows_so_far(run, monkeypatch, tmp_path):
+    def stopped(name, device, dtype, on_result, *, checks):
+        on_result(Result(checks[0], CHECKS[0].group, name, "pass"))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(session, "torture_apart", stopped)
+    run("check", "--torture", "--device", "cpu", "--csv", tmp_path / "torture.csv")
+    with (tmp_path / "torture.csv").open(encoding="utf-8") as file:
+        assert [row["check"] for row in csv.DictReader(file)] == [CHECKS[0].name]
 
 
 @pytest.mark.parametrize(("words", "message"), [
     (("--implementation", "naive"), "--implementation is given without --torture"),
     (("--csv", "rows.csv"), "--csv is given without --torture"),
+    (("--only", "ordinary"), "--only is given without --torture"),
+    (("--torture", "--only", "extraordinary"), "only is 'extraordinary'; allowed are ordinary, "),
     (("--commit", "0123456"), "--commit is given without --torture"),
     (("--torture", "--case", "gqa"), "--case is given beside --torture"),
     (("--torture", "--backend", "triton"), "--backend is given beside --torture"),

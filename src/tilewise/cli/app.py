@@ -107,7 +107,7 @@ def check(  # noqa: PLR0913 - one parameter a flag
     verbose: Annotated[bool, typer.Option("--verbose", help="A line for every check, not only a summary.")] = False,
     torture: Annotated[bool, typer.Option("--torture", help="Run the torture suite instead, in bfloat16 unless --dtype "
                                                             "says otherwise.")] = False,
-    implementation: flags.ImplementationNames = None,
+    implementation: flags.ImplementationNames = None, only: flags.CheckNames = None,
     csv: Annotated[Path | None, typer.Option("--csv", help="File for the raw rows.")] = None,
     commit: flags.CommitHash = None, as_json: flags.AsJson = False,
 ) -> None:
@@ -130,9 +130,9 @@ def check(  # noqa: PLR0913 - one parameter a flag
                      "which has problems of its own")
         dtypes = inputs.parse_dtypes(dtype) if flags.given(context, ["dtype"]) else [torch.bfloat16]
         _torture(inputs.chosen_implementations(implementation or ["tilewise"], where), where, dtypes,
-                 (csv, provenance(where, session.command_line(), commit)), as_json=as_json)
+                 inputs.chosen_checks(only), (csv, provenance(where, session.command_line(), commit)), as_json=as_json)
         return
-    flags.demand(context, ("implementation", "csv", "commit"), "--torture, the suite that it belongs to")
+    flags.demand(context, ("implementation", "only", "csv", "commit"), "--torture, the suite that it belongs to")
     if sq is not None and case:
         raise InvalidInput("--sq and --case are both given; allowed is a shape or named cases.")
     names = backend or BACKENDS
@@ -153,13 +153,13 @@ def check(  # noqa: PLR0913 - one parameter a flag
 
 
 def _torture(chosen: "Implementations", where: "torch.device", dtypes: "Sequence[torch.dtype]",
-             kept: "tuple[Path | None, Provenance]", *, as_json: bool) -> None:
-    """Run the torture suite and tell; ``kept`` is the file for rows, and their provenance."""
+             checks: "Sequence[str]", kept: "tuple[Path | None, Provenance]", *, as_json: bool) -> None:
+    """Run checks of the torture suite and tell; ``kept`` is the file for rows, and their provenance."""
     from tilewise.bench.torture_peers import is_own
     from tilewise.cli import render, session
 
     path, origin = kept
-    rows = session.torture_session(chosen.present, where, dtypes, origin, path)
+    rows = session.torture_session(chosen.present, where, dtypes, origin, path, checks)
     if as_json:
         render.as_json({"rows": [asdict(row) for row in rows], "absent": chosen.absent})
     else:

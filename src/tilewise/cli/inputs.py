@@ -12,11 +12,13 @@ from tilewise.bench.roofline import Direction
 from tilewise.bench.shapes import shape_case
 from tilewise.bench.support import as_if_on
 from tilewise.bench.torture_peers import implementation_named, missing, peer_names
+from tilewise.bench.torture_runs import ALL
 from tilewise.cli.options import comma_integers, comma_list
 from tilewise.compile_ahead import CallShape, calls_of_model
 from tilewise.dispatch import Explanation, explain_problem
 from tilewise.errors import InvalidInput
 from tilewise.support.names import DTYPES
+from tilewise.validate.choices import check_choice
 
 
 def parse_dtypes(text: str) -> list[torch.dtype]:
@@ -81,6 +83,17 @@ def chosen_implementations(names: Sequence[str], device: torch.device) -> Implem
         implementation_named(name)
         chosen[name] = None
     return Implementations(list(chosen), absent if "all" in names else {})
+
+
+def chosen_checks(names: Sequence[str] | None) -> Sequence[str]:
+    """Read the names of checks of the torture suite; None are all.
+
+    Raises:
+        InvalidInput: a name is unknown.
+    """
+    for name in names or ():
+        check_choice("only", name, ALL)
+    return ALL if names is None else tuple(dict.fromkeys(names))
 
 
 def flags_cell(heads: tuple[int, int | None], lengths: tuple[int, int | None], dims: tuple[int, int | None], *,

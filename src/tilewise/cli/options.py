@@ -85,6 +85,8 @@ ImplementationNames = Annotated[list[str] | None, typer.Option(
     "--implementation", callback=_each(_check_implementation),
     help=f"On whom; may be repeated: {', '.join(IMPLEMENTATIONS)}, all, or MODULE:NAME of an Implementation of your "
          "own. Default: tilewise.")]
+CheckNames = Annotated[list[str] | None, typer.Option(
+    "--only", help="With --torture, a check; may be repeated. Default: all.")]
 GridNames = Annotated[str | None, typer.Option(
     "--grid", callback=_each(_one_of("grid", GRIDS), commas=True),
     help=f"Grids, with commas: {', '.join(GRIDS)}. Default: paper on a GPU, else cpu.")]

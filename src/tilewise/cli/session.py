@@ -32,7 +32,7 @@ from tilewise.bench.torture_runs import torture_apart
 from tilewise.bench.tuning_runs import TuningPlan, rows_of, table_provenance, tune
 from tilewise.compile_ahead import CallShape, Kernel, Report, compile_ahead
 from tilewise.testing.configurations import Configuration
-from tilewise.testing.torture import CHECKS, Result
+from tilewise.testing.torture import Result
 from tilewise.tuning.device import device_spec
 from tilewise.tuning.table import Row as TableRow
 from tilewise.tuning.table import table_file, write_table
@@ -212,19 +212,20 @@ def fuzz_session(configurations: Sequence[Configuration], backends: Sequence[str
 
 
 def torture_session(names: Sequence[str], device: torch.device, dtypes: Sequence[torch.dtype], origin: Provenance,
-                    path: Path | None) -> list[TortureRow]:
-    """Run the torture suite on each; its rows are written anew after each, so that a stopped run keeps them."""
+                    path: Path | None, checks: Sequence[str]) -> list[TortureRow]:
+    """Run checks of the torture suite on each; rows are written anew after each check, so a stopped run keeps them."""
     rows: list[TortureRow] = []
-    with progress(len(names) * len(dtypes) * len(CHECKS)) as bar:
-        def tell(result: Result) -> None:
-            bar.describe(f"{result.implementation}, {result.check}: {result.status}")
-            bar.advance()
-
+    with progress(len(names) * len(dtypes) * len(checks)) as bar:
         for name, dtype in ((name, dtype) for name in names for dtype in dtypes):
+            def tell(result: Result, dtype: str = dtype_name(dtype)) -> None:
+                bar.describe(f"{result.implementation}, {result.check}: {result.status}")
+                bar.advance()
+                rows.append(row_of(result, dtype, origin))
+                if path is not None:
+                    write_torture_rows(path, rows)
+
             bar.describe(f"{name}, {dtype_name(dtype)}")
-            rows += [row_of(result, dtype_name(dtype), origin) for result in torture_apart(name, device, dtype, tell)]
-            if path is not None:
-                write_torture_rows(path, rows)
+            torture_apart(name, device, dtype, tell, checks=checks)
     return rows
 
 
