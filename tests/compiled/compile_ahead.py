@@ -248,7 +248,7 @@ def prepare_hopper(request):
         strides, plan = plan_of(problem, config.consumers, config.block_n // 64)
         launch = HopperForward(problem, config, schedule, 132, strides)
         arguments = launch.arguments((q, k, v, written[3], rows), torch.empty(1, dtype=torch.int32), operands,
-                                     torch.empty(8) if split_kv else None, plan, max_logit_of(problem, rows))
+                                     torch.empty(8) if split_kv else max_logit_of(problem, rows), plan)
     elif request["kernel"] == "hopper_dbias":
         config = HopperDbiasConfig(*request["config"])
         bias = torch.empty(1, problem.hq, problem.sq, problem.sk, dtype=getattr(torch, request["bias"]))

@@ -172,8 +172,8 @@ def bound(request):
         launch = launching.HopperForward(problem, config, schedule_on_grid(problem, config), 132, strides)
         counter, out = torch.empty(1, dtype=torch.int32), out.to(problem.out_dtype)
         with patch.object(launching, "counter_of", lambda device: counter):
-            yield [launch.enqueue], lambda: launch(lambda: (q, k, v), addresses, out, rows, operands, plan=plan,
-                                                   max_logit=max_logit_of(problem, rows))
+            yield [launch.enqueue], lambda: launch(lambda: (q, k, v), addresses, out, rows, operands,
+                                                   max_logit_of(problem, rows), plan=plan)
     elif request["kernel"] == "hopper_dbias":
         bias = torch.empty(1, problem.hq, problem.sq, problem.sk, dtype=problem.dtype)
         facts = OperandSpec(tuple(bias.shape), bias.stride(), bias.dtype)

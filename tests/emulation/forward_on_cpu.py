@@ -78,8 +78,8 @@ def attend(problem, config, tensors, pack_gqa=1, split_kv=None, sinks=None, prog
     bound.describe = lambda tensor, shape, strides, block, layout: Descriptor(tensor, block)
     names = ("cu_seqlens_q", "cu_seqlens_k", "seqlens_q", "seqlens_k")
     operands = operands._replace(sinks=sinks, **dict(zip(names, lengths, strict=False)))
-    described = bound.arguments((q, k, v, out, lse), counter, operands, None if split_kv is None else partial,
-                                listed, max_logit)
+    described = bound.arguments((q, k, v, out, lse), counter, operands, max_logit if split_kv is None else partial,
+                                listed)
     written = (lse, partial, counter, *(() if max_logit is None else (max_logit,)))
     handed = [_as_kernels_have(given, written) for given in described]
     numbers, constants = bound.scalars

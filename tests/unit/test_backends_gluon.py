@@ -376,8 +376,8 @@ def test_splits_are_combined_and_sinks_enter_there(monkeypatch):
     sinks = torch.zeros(2)
 
     class Launches:
-        def __call__(self, tensors, addresses, out, lse, partial):
-            calls.append(("attend", (out, lse), partial))
+        def __call__(self, tensors, addresses, out, lse, more):
+            calls.append(("attend", (out, lse), more))
 
         def __getattr__(self, name):
             return getattr(launch, name)

@@ -136,15 +136,14 @@ class _Plan:
         if self.combine is not None:
             form, combine = self.combine
             partial = allocate(*form)
-            self.launch(tensors, addresses, out, lse, partial=partial)
+            self.launch(tensors, addresses, out, lse, more=partial)
             combine(partial, out, lse, operands.sinks, self.launch.sinks_stride)
         else:
             plan = NO_PLAN if self.planner is None else mask_plan(self.planner, operands, allocate)
-            if self.max_logit:
-                largest = allocate(*self.lse)
-                self.launch(tensors, addresses, out, lse, operands, aligned=aligned, plan=plan, max_logit=largest)
+            largest = allocate(*self.lse) if self.max_logit else None
+            self.launch(tensors, addresses, out, lse, operands, largest, aligned, plan)
+            if largest is not None:
                 return out, lse, largest
-            self.launch(tensors, addresses, out, lse, operands, aligned=aligned, plan=plan)
         return out, lse
 
 

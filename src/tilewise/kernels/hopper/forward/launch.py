@@ -44,8 +44,8 @@ class HopperForward:
     Args:
         problem: the call.
         config: its tiles.
-        schedule: their order, and what else was chosen. Where it splits tiles, their partial results go to
-            ``partial``, float32, of :attr:`partial_shape`; the kernel that combines them takes the sinks. Some
+        schedule: their order, and what else was chosen. Where it splits tiles, their partial results are
+            float32, of :attr:`partial_shape`; the kernel that combines them takes the sinks. Some
             tiles may be whole only without a bound, so that the rows of the others are the last ones.
         num_sms: of the device; one CTA runs on each.
         plan: the strides of the mask plan (arguments.PlanNumbers), where the problem needs one.
@@ -68,6 +68,7 @@ class HopperForward:
         heads = problem.hq if pack_gqa == 1 else problem.hk
         tiles = problem.sequences.slots(problem.sq * pack_gqa, 64 * config.consumers)
         total = tiles * heads * problem.b
+        self.splits = split_kv is not None
         whole, num_splits = split_kv or (total, 1)
         self.grid = (min(whole + (total - whole) * num_splits, num_sms),)
         # The first row of lse whose splits are combined; with pack_gqa all tiles are split or none.
@@ -103,39 +104,37 @@ class HopperForward:
 
     def __call__(self, tensors: Callable[[], tuple[torch.Tensor, ...]], addresses: tuple[int, int, int],
                  out: torch.Tensor, lse: torch.Tensor, operands: Operands = NO_OPERANDS,
-                 partial: torch.Tensor | None = None, aligned: bool = False, plan: Plan = NO_PLAN,
-                 max_logit: torch.Tensor | None = None) -> None:
+                 more: torch.Tensor | None = None, aligned: bool = False, plan: Plan = NO_PLAN) -> None:
         """Enqueue the kernel on the current stream of the current device.
 
         Args:
             tensors: returns q, k and v, which lie at the addresses.
             addresses: theirs.
             out, lse: are written.
-            operands: sinks, seed, bias, ALiBi slopes and lengths; others are not read. With ``partial``, none.
-            partial: see the class.
+            operands: sinks, seed, bias, ALiBi slopes and lengths; others are not read. With split-KV, none.
+            more: is written too: with split-KV the partial results, else max_logit where the problem wants it.
             aligned: whether each operand is known to begin at a multiple of 16 bytes.
             plan: the lists and bits of the mask plan, where the problem needs one.
-            max_logit: is written, where the problem wants it.
         """
         counter = counter_of(self.device)
         (at_q, at_k, at_v), (offset_k, offset_v), at_out = addresses, self.offsets, out.data_ptr()
         described = self.described((at_q, at_k + offset_k, at_v + offset_v, at_out, None))
-        rest = [] if partial is None else [partial.data_ptr()]
-        if operands is not NO_OPERANDS or plan is not NO_PLAN or max_logit is not None:
+        rest = [] if more is None else [more.data_ptr()]
+        if operands is not NO_OPERANDS or plan is not NO_PLAN:
             sinks, seed, *others = self._taken(operands)
-            given = (out if self.is_packed else None, sinks, seed, *plan, max_logit, *others)
+            given = (out if self.is_packed else None, sinks, seed, *plan, more, *others)
             rest = [tensor.data_ptr() for tensor in given if tensor is not None]
         # What torch allocates is aligned, as the backend wants q, k and v to be; so are the rows that are read.
         self.enqueue((*described, lse.data_ptr(), counter.data_ptr(), *rest),
-                     lambda: self.arguments((*tensors(), out, lse), counter, operands, partial, plan, max_logit),
+                     lambda: self.arguments((*tensors(), out, lse), counter, operands, more, plan),
                      alike=aligned or operands is NO_OPERANDS)
 
     def arguments(self, tensors: tuple[torch.Tensor, ...], counter: torch.Tensor, operands: Operands = NO_OPERANDS,
-                  partial: torch.Tensor | None = None, plan: Plan = NO_PLAN,
-                  max_logit: torch.Tensor | None = None) -> tuple[Any, ...]:
+                  more: torch.Tensor | None = None, plan: Plan = NO_PLAN) -> tuple[Any, ...]:
         """Return descriptors of q, k, v and out by chunks, then what the kernel reads and writes by its address."""
         q, k, v, out, lse = tensors
         sinks, seed, bias, slopes, *lengths = self._taken(operands)
+        partial, max_logit = (more, None) if self.splits else (None, more)
         pointers = ForwardPointers(out if self.is_packed else None, partial, sinks, seed, *plan, max_logit)
         k, v = _rows(k, self.keys), _rows(v, self.keys)
         q, out = _grouped(q, self.group), _grouped(out, self.group)
