@@ -10,7 +10,8 @@ library computes calls by. A pass takes
     ulysses     compute + exchanged / bandwidth + two latencies + copies
 
 and what calls take beside their work. A backward pass receives keys and values once more, and dK and dV in float32:
-three times the bytes, but for Ulysses, which exchanges as much as in the forward. *Ideal* is an even share of the pairs
+three times the bytes, but for Ulysses, which exchanges as much as in the forward. Of a ring that is an upper bound: the
+keys of its last step are kept. *Ideal* is an even share of the pairs
 at the same rate.
 """
 

@@ -3,6 +3,7 @@
 import os
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from distributed.equality import group_of
 from tilewise import distributed
 from tilewise.distributed import context_parallel_attention, positions, shard, unshard
 from tilewise.distributed.exchange import start
+from tilewise.distributed.partial import PartialResults
 
 
 def inputs(seed=0, s=24, hq=4, hk=2, dtype=torch.float64, b=1, d=8):
@@ -282,6 +284,37 @@ def surroundings(mesh):
         dtype = context_parallel_attention(q, k, v, mesh=mesh, layout="zigzag").dtype
     return ([float((a - b).abs().max()) for a, b in zip(plain, kept, strict=True)],
             [float((a - b).abs().max()) for a, b in zip(plain, compiled, strict=True)], str(dtype))
+
+
+def kept_messages(mesh):
+    """Return differences of gradients: of a second backward pass, with saved tensors elsewhere, and behind a change.
+
+    The latter of k, as soon as the forward pass has returned: other ranks have the keys that were.
+    """
+    def attend(leaves):
+        return context_parallel_attention(*leaves, mesh=mesh, layout="zigzag", mask=tw.causal(), schedule="ring")
+
+    leaves = [own.requires_grad_() for own in shards(mesh)]
+    out = attend(leaves)
+    first, second = (torch.autograd.grad(out.square().sum(), leaves, retain_graph=True) for _ in range(2))
+    with torch.autograd.graph.save_on_cpu():
+        elsewhere = torch.autograd.grad(attend(leaves).square().sum(), leaves)
+    with torch.no_grad():
+        parts = [own.detach().clone() for own in leaves]
+        got = attend(parts)
+        parts[1].zero_()
+    return ([float((a - b).abs().max()) for other in (second, elsewhere) for a, b in zip(first, other, strict=True)],
+            float((got - out).abs().max()))
+
+
+def sinks_behind(mesh, dtype):
+    """Return whether sinks were added behind all parts, and not with the first one of a row."""
+    called = []
+    leaves = shards(mesh, dtype=getattr(torch, dtype))
+    with patch.object(PartialResults, "add_sinks", lambda self, sinks: called.append(sinks)):
+        context_parallel_attention(*leaves, mesh=mesh, layout="zigzag", mask=tw.causal(), schedule="ring",
+                                   sinks=torch.zeros(4))
+    return bool(called)
 
 
 def drawn_seed(mesh):

@@ -240,6 +240,18 @@ def test_it_stands_in_a_checkpoint_a_compiled_function_and_autocast(workers):
         assert dtype == "torch.bfloat16"
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_is_kept_for_the_backward_pass_serves_again_and_elsewhere(workers, ranks):
+    for differences, changed in workers.run(ranks, MODULE, "kept_messages"):
+        assert max(differences) == 0.0
+        assert changed == 0.0
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_sinks_enter_with_the_first_part_of_a_row_but_in_float32(workers, dtype):
+    assert workers.run(2, MODULE, "sinks_behind", dtype) == [dtype == "float32"] * 2
+
+
 def test_without_a_seed_all_ranks_drop_by_the_same_draw(workers):
     found = workers.run(4, MODULE, "drawn_seed")
     for first, again in found:

@@ -84,8 +84,8 @@ def test_a_bias_may_hide_whole_blocks_and_rows(config):
     window(None, None, "top_left"), causal("bottom_right"), causal("top_left"), SHIFTED],
     ids=["full", "causal", "top_left", "shifted"])
 def test_slopes_times_the_distance_are_taken_off(mask, config):
-    """Also where it is steep: a tile's first blocks then have scores far below those that come later."""
-    slopes = torch.tensor([[0.5, 0.0, 4.0, 0.02], [1.0, 2.0, 0.25, 0.125]])
+    """Also where it is steep, or negative: a tile's first blocks then have scores far below those that come later."""
+    slopes = torch.tensor([[0.5, 0.0, 4.0, -0.02], [1.0, 2.0, -0.25, 0.125]])
     hold(Operands(alibi_slopes=slopes), config, mask=mask)
 
 

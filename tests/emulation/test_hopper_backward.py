@@ -44,7 +44,7 @@ def test_slopes_times_the_distance_are_taken_off(mask, config, d):
     """A head's own; of full masks and windows keys lie ahead, and of some the first keys or queries are not read."""
     random.seed(0)
     problem, tensors = call_of(*mask, (d, d))
-    slopes = torch.tensor([[0.5, 0.02], [0.1, 1.0]])[:, :problem.hq].contiguous()
+    slopes = torch.tensor([[0.5, -0.01], [-0.02, 1.0]])[:, :problem.hq].contiguous()
     got = backward_on_cpu.differentiate(with_slopes(problem, slopes), tensors, config, 3, 3, slopes=slopes)
     compare(got, expected(problem, tensors, taken_off=alibi_of(problem, slopes)))
 
@@ -56,7 +56,7 @@ def test_of_packed_sequences_each_has_its_own_slopes_and_diagonal(sides, alignme
     lengths_q, lengths_k = (120, 0, 180), (211, 40, 50)
     mask, borders = window(*sides, alignment), [[0, *itertools.accumulate(own)] for own in (lengths_q, lengths_k)]
     problem, tensors = call_of(window(None, None, alignment), (300, 301), (2, 1), (64, 64), b=1)
-    slopes = torch.tensor([[0.5, 0.02], [3.0, 3.0], [0.1, 1.0]])
+    slopes = torch.tensor([[0.5, -0.02], [3.0, 3.0], [0.1, 1.0]])
     visible, taken_off = torch.zeros(300, 301, dtype=torch.bool), torch.zeros(1, 2, 300, 301, dtype=torch.float64)
     for number, own in enumerate(zip(lengths_q, lengths_k, strict=True)):
         part = tuple(slice(border[number], border[number + 1]) for border in borders)

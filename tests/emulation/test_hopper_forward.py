@@ -9,7 +9,7 @@ import torch
 
 from tilewise.kernels.hopper.forward.config import HopperForwardConfig
 from tilewise.masks import Mask, causal, window
-from tilewise.problem.options import OperandSpec
+from tilewise.problem.options import NO_OPERANDS, NO_SETTINGS, Operands, OperandSpec
 from tilewise.problem.sequences import Sequences
 from tilewise.testing import oracle
 
@@ -154,6 +154,19 @@ def test_max_logit_is_the_greatest_score_of_a_row_and_no_sink(case, config, d):
     attend(problem, config, tensors, pack_gqa, sinks=sinks, max_logit=largest)
     torch.testing.assert_close(largest.double(), oracle.max_logit(*tensors[:2], mask, problem.scale), rtol=1e-5,
                                atol=1e-5)
+
+
+@pytest.mark.parametrize("added", [False, True], ids=["alone", "with a bias"])
+def test_max_logit_is_of_capped_scores(added):
+    problem, tensors = call_of(causal("bottom_right"), (200, 620), (1, 1), (64, 64))
+    operands = Operands(bias=torch.randn(1, 1, 200, 620)) if added else NO_OPERANDS
+    spec = OperandSpec((1, 1, 200, 620), (124000, 124000, 620, 1), torch.float32) if added else None
+    problem = replace(problem, scores=problem.scores._replace(max_logit=True, softcap=2.0, bias=spec))
+    largest = torch.full((1, 1, 200), float("nan"))
+    attend(problem, HopperForwardConfig(128, 2), tensors, operands=operands, max_logit=largest)
+    changes = oracle.Changes(operands, NO_SETTINGS._replace(softcap=2.0))
+    torch.testing.assert_close(largest.double(), oracle.max_logit(*tensors[:2], problem.mask, problem.scale, changes),
+                               rtol=1e-5, atol=1e-5)
 
 
 def test_max_logit_of_packed_sequences_is_minus_infinity_past_their_lengths():

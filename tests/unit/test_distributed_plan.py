@@ -141,7 +141,6 @@ def test_two_tensors_are_sent_as_they_are_where_dense_and_of_the_dtype():
             assert torch.equal(sent, own.to(sent.dtype))
 
 
-
 def test_the_model_finds_zigzag_even_and_a_window_local():
     sizes, links = Sizes(1, 32, 8, 128, 128, 2), Links()
 

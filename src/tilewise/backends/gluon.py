@@ -171,7 +171,8 @@ class _BackwardPlan:
     """What makes memory, what dq, dk, dv and delta are, two launches, and modifiers without a tensor.
 
     Where delta has a kernel of its own, its launch comes first, then that of the others. planner: as of the forward.
-    moments: with ALiBi, the Triton kernel for dQ, which sums what few calls want on its way: the slopes' gradient.
+    moments: with ALiBi, the Triton kernel for dQ, which sums what few calls want on its way, the slopes' gradient, and
+    writes dq once more.
     """
 
     allocate: Allocate

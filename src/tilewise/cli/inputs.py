@@ -93,7 +93,7 @@ def chosen_checks(names: Sequence[str] | None) -> Sequence[str]:
     """
     for name in names or ():
         check_choice("only", name, ALL)
-    return ALL if names is None else tuple(dict.fromkeys(names))
+    return tuple(dict.fromkeys(names)) if names else ALL
 
 
 def flags_cell(heads: tuple[int, int | None], lengths: tuple[int, int | None], dims: tuple[int, int | None], *,

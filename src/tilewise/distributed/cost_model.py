@@ -12,7 +12,7 @@ where its ranks share heads of keys and a mask has pieces, it has more than are 
 number of ranks for ulysses, whose ranks have the whole sequence. On a mesh of two dims, the exchange of heads
 comes before ring and all_gather, which then have fewer heads and longer shards. Keys are those that the mask lets a
 rank's queries see. The numbers are of the forward pass; the backward pass sends and computes more of each, in similar
-proportions.
+proportions, but for the keys of a ring's last step, which are kept.
 """
 
 from dataclasses import dataclass, replace

@@ -19,7 +19,7 @@ from tilewise.support.caches import registered
 
 Said = TypeVar("Said")
 Message = tuple[torch.Tensor, ...]
-_APART = 2  # tensors, of which a message is made without a copy of dense ones
+_APART = 2  # a message of at most so many tensors is those tensors themselves, where they are dense
 _ALIGNMENT = 128  # bytes: each tensor of a message begins at a multiple, as Hopper's TMA asks of an address
 
 
@@ -62,7 +62,8 @@ def pack(tensors: Iterable[torch.Tensor], dtype: torch.dtype | None = None) -> M
     tensors = tuple(tensors)
     forms = [TensorForm(tuple(tensor.shape), dtype or tensor.dtype) for tensor in tensors]
     if len(forms) <= _APART and all(
-            own.is_contiguous() and own.dtype is form.dtype for own, form in zip(tensors, forms, strict=True)):
+            own.is_contiguous() and not own.is_neg() and own.dtype is form.dtype
+            for own, form in zip(tensors, forms, strict=True)):
         return tensors
     message = empty_message(forms, tensors[0].device)
     for view, tensor in zip(unpack(message, forms), tensors, strict=True):

@@ -35,7 +35,8 @@ class _Keys:
         step: of its plan.
         k, v: of the rank.
         before: of the step before, whose messages are sent again where they are the same.
-        kept: the step's only message in an earlier pass, or none, on every rank alike: nothing is sent then.
+        kept: the message that this step had in the forward pass, () where it had none. All ranks have kept theirs, so
+            nothing is sent or received.
     """
 
     def __init__(self, planned: Planned, step: Step, k: torch.Tensor, v: torch.Tensor,
@@ -61,7 +62,7 @@ class _Keys:
 
     @property
     def message(self) -> Message:
-        """What came from the only other rank, once it is there, or nothing."""
+        """What came from a ring's one other rank of the step, once it is there; () if nothing did."""
         return next(iter(self._messages.values()), ())
 
     def get(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -170,7 +171,7 @@ class _KeyGradients:
         return found
 
     def _add(self, heads: Span, rows: Span, parts: Tensors) -> None:
-        """Add gradients of some keys; the first ones are kept, and changed, if they are of all own keys."""
+        """Add gradients of some keys; the first ones are kept, and changed, if they are of all own keys and no view."""
         if self._made is None and self._is_all(parts):
             self._made = parts
             return
@@ -178,8 +179,8 @@ class _KeyGradients:
             _rows(total, rows, heads).add_(part)
 
     def _is_all(self, parts: Tensors) -> bool:
-        return all(part.shape == own.shape and part.dtype is dtype for part, own, dtype in zip(
-            parts, self._like, self._dtypes, strict=True))
+        return all(part.shape == own.shape and part.dtype is dtype and part.untyped_storage().nbytes() == part.nbytes
+                   for part, own, dtype in zip(parts, self._like, self._dtypes, strict=True))
 
     def _sums(self) -> Tensors:
         if self._made is None:
@@ -271,8 +272,8 @@ def _gradients(planned: Planned, saved: Tensors, incoming: tuple[torch.Tensor, t
                wanted: Sequence[bool]) -> tuple[torch.Tensor | None, ...]:
     """Walk the steps from the last one back, keys and values coming as before and their gradients going back.
 
-    The last step's keys are still there, and the first step's are the own ones: no rank waits for keys before its first
-    block, nor for gradients behind its last one.
+    In a ring the last step's keys are still there, and the first step's are the own ones: no rank waits for keys before
+    its first block, nor for gradients behind its last one.
     """
     q, k, v, out, lse, bias, slopes, sinks, *kept = saved
     call, summed, rows = planned.call, planned.plan.summed, (out, lse, *incoming)

@@ -151,7 +151,8 @@ def make_operands(case: Case, dtype: torch.dtype, device: torch.device | str, se
                   requires_grad: bool = False) -> Operands:
     """Draw the case's bias, slopes, boolean mask, sinks, dropout seed and documents, as :func:`make_inputs` draws.
 
-    A mask hides about a third of the pairs and every fifth row wholly; its values do not depend on the dtype. With
+    A mask hides about a third of the pairs and every fifth row wholly; its values do not depend on the dtype. Every
+    second head has a negative slope. With
     ``requires_grad``, bias, slopes and sinks are leaves. On the device "meta" nothing is drawn or allocated.
 
     >>> from tilewise.testing.cases import case_named
@@ -171,6 +172,7 @@ def make_operands(case: Case, dtype: torch.dtype, device: torch.device | str, se
     if case.alibi:
         batches = case.b if case.alibi == "bh" else 1
         values = 0.02 + 0.3 * torch.rand(batches, case.hq, generator=generator, device=source)
+        values[:, 1::2] *= -0.1  # of a trained slope the sign may change
         slopes = _spread(values.to(device=device, dtype=wide), case)
     if case.mask_tensor:
         mask = _lay_out_operand(_draw_mask(case, generator, source).to(device), case, case.mask_tensor)

@@ -46,11 +46,17 @@ def slope_times_distance(scores, nearest, slope, KEYS_FIRST: gl.constexpr, SEES_
     """A slope times |i + diagonal - j|, in the order of ``as_pairs``; nearest: i + diagonal - j of the first score.
 
     KEYS_FIRST: keys are the rows, else queries are. Without the absolute value unless SEES_AHEAD, since no key that is
-    seen is ahead then.
+    seen is ahead then: the product with a thread's first distance serves all its scores of a row. A slope may be
+    negative.
     """
     rows, lanes, place = places_of(scores)
+    place = place.to(gl.float32)
     if KEYS_FIRST:
-        distance = (nearest + lanes - rows).to(gl.float32) * slope + place.to(gl.float32) * slope
+        first = (nearest + lanes - rows).to(gl.float32)
     else:
-        distance = (nearest + rows - lanes).to(gl.float32) * slope - place.to(gl.float32) * slope
-    return gl.abs(distance) if SEES_AHEAD else distance
+        first = (nearest + rows - lanes).to(gl.float32)
+        place = -place
+    if SEES_AHEAD:
+        return gl.abs(first + place) * slope
+    else:
+        return first * slope + place * slope
