@@ -42,8 +42,8 @@ def slope_of(slopes, batch, head, stride_b, stride_h):
 
 
 @gluon.jit
-def slope_times_distance(scores, nearest, slope, KEYS_FIRST: gl.constexpr, SEES_AHEAD: gl.constexpr):
-    """A slope times |i + diagonal - j|, in the order of ``as_pairs``; nearest: i + diagonal - j of the first score.
+def slope_times_distance(scores, corner, slope, KEYS_FIRST: gl.constexpr, SEES_AHEAD: gl.constexpr):
+    """A slope times |i + diagonal - j|, in the order of ``as_pairs``; corner: i + diagonal - j of the first score.
 
     KEYS_FIRST: keys are the rows, else queries are. Without the absolute value unless SEES_AHEAD, since no key that is
     seen is ahead then: the product with a thread's first distance serves all its scores of a row. A slope may be
@@ -52,9 +52,9 @@ def slope_times_distance(scores, nearest, slope, KEYS_FIRST: gl.constexpr, SEES_
     rows, lanes, place = places_of(scores)
     place = place.to(gl.float32)
     if KEYS_FIRST:
-        first = (nearest + lanes - rows).to(gl.float32)
+        first = (corner + lanes - rows).to(gl.float32)
     else:
-        first = (nearest + rows - lanes).to(gl.float32)
+        first = (corner + rows - lanes).to(gl.float32)
         place = -place
     if SEES_AHEAD:
         return gl.abs(first + place) * slope

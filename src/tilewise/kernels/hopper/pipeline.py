@@ -3,6 +3,8 @@
 A ring has STAGES stages, each with two mbarriers: ``full`` completes a phase when the producer's bytes have landed,
 ``empty`` when every consumer has released the stage. Both sides count the iterations they have made: iteration
 ``count`` uses stage ``count % STAGES``, and its phase is the parity of ``count // STAGES``.
+
+In all kernels WG is the number of a consumer warpgroup in its CTA: each is compiled by itself.
 """
 
 from triton.experimental import gluon
@@ -79,8 +81,8 @@ def consumer_release_after_mma(empty, count, STAGES: gl.constexpr):
     """Release a stage that MMAs alone have read since the threads last synchronized; the caller has waited for them.
 
     An MMA is one operation of the whole warpgroup: the thread that sees it completed may arrive, and the threads need
-    no barrier. CUTLASS's consumers release their stages so, too. Triton does not take an expect of 0 bytes for an
-    arrival, so it adds no barrier to it.
+    no barrier. CUTLASS's consumers release their stages so, too. To expect 0 bytes more is to arrive once, and Triton
+    adds no barrier of the warpgroup to it, as it does to an arrival.
     """
     mbarrier.expect(empty.index(count % STAGES), 0)
 
@@ -100,17 +102,17 @@ def _named_barrier(VERB: gl.constexpr, NUMBER: gl.constexpr, THREADS: gl.constex
 
 
 @gluon.jit
-def order_barrier_wait(OWN: gl.constexpr, ON: gl.constexpr):
+def order_barrier_wait(WG: gl.constexpr, ON: gl.constexpr):
     """Ping-pong: wait until the warpgroup before this one has issued its MMAs."""
     if ON:
-        _named_barrier("sync", ORDER_BARRIER + OWN, 256)
+        _named_barrier("sync", ORDER_BARRIER + WG, 256)
 
 
 @gluon.jit
-def order_barrier_arrive(OWN: gl.constexpr, WARPGROUPS: gl.constexpr, ON: gl.constexpr):
+def order_barrier_arrive(WG: gl.constexpr, WARPGROUPS: gl.constexpr, ON: gl.constexpr):
     """Ping-pong: let the next warpgroup issue its MMAs."""
     if ON:
-        _named_barrier("arrive", ORDER_BARRIER + (OWN + 1) % WARPGROUPS, 256)
+        _named_barrier("arrive", ORDER_BARRIER + (WG + 1) % WARPGROUPS, 256)
 
 
 @gluon.jit

@@ -23,8 +23,8 @@ def squashed(s, squash, SHARES_RECIPROCAL: gl.constexpr):
     section 11). u errs by up to 2^-22, a few roundings of float32; the capped score by up to 2^-21 of the softcap.
 
     SHARES_RECIPROCAL: four scores of a row share one, of a product, since the unit that makes reciprocals makes the
-    exponentials too; exp(2x) then goes to 2^30, where tanh(x) is 1, and NaN makes all four NaN. So no score may be
-    hidden there from its row. Else each has its own.
+    exponentials too; exp(2x) then goes to 2^30, where tanh(x) is 1. One NaN makes all four NaN, so this is for blocks
+    without a mask alone: a masked key may hold one. Else each has its own.
     """
     if squash is not None:
         if not SHARES_RECIPROCAL:
@@ -110,12 +110,12 @@ def needs_exact_scale(shift):
 
 @gluon.jit
 def shift_for(top, scaling):
-    """The largest exponent of each row, whose largest score is given: what all its exponents are shifted by.
+    """The scaled maximum of each row, by which all its exponents are shifted; ``top``: its largest score.
 
-    It is rounded, and the exponents are not: the largest one is what rounding left, at most 2^-25 of the shift. That
-    is a factor of all of a row's P, but beyond 2^28 more than float16 has room for. There the scale is replaced by the
-    next power of two, whose products are exact. The scores of two keys are then equal or at least 16 apart, so that
-    nothing that counts becomes of another scale.
+    The product is rounded, and the exponents, an FMA each, are not: the largest of them is that rounding error, up to
+    2^-24 of the shift, and not 0. It is a factor of all of a row's P, and cancels in O; but from 2^28 on P could
+    overflow float16. There the scale is replaced by the next power of two, whose products are exact. Exponents are then
+    equal or at least 16 apart, so that nothing that counts becomes of another scale.
     """
     shift = top * scaling.scale_log2
     return gl.where(needs_exact_scale(shift), top * scaling.exact_scale, shift)

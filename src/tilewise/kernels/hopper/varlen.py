@@ -286,10 +286,10 @@ def sequence_rows_of(metadata, bounds, C: gl.constexpr):
 
 
 @gluon.jit
-def dq_parts_of(metadata, sq, count, OWN: gl.constexpr, C: gl.constexpr):
+def dq_parts_of(metadata, sq, count, WG: gl.constexpr, C: gl.constexpr):
     """Return how many parts a query head has in the dQ accumulator, and a consumer's first; ``sq``: rows of a head."""
     blocks = (sq + (QUERIES - 1)) // QUERIES
-    first = OWN
+    first = WG
     if C.HAS_CU_SEQLENS:
         blocks = sq // QUERIES + count + 1
     if C.VARLEN:

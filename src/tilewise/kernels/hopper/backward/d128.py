@@ -130,13 +130,13 @@ def hide_pairs(probs, first_query, words, view, C: gl.constexpr):
 @gluon.jit
 def take_off_distances(exponents, first_query, slope_log2, view, C: gl.constexpr):
     """Take ALiBi's slope times the distance off exponents, of keys by queries."""
-    nearest = first_query + view.diagonal - view.key
-    pairs = as_pairs(exponents) - slope_times_distance(exponents, nearest, slope_log2, True, C.SEES_AHEAD)
+    corner = first_query + view.diagonal - view.key
+    pairs = as_pairs(exponents) - slope_times_distance(exponents, corner, slope_log2, True, C.SEES_AHEAD)
     return gl.convert_layout(pairs.reshape(exponents.shape), exponents.type.layout)
 
 
 @gluon.jit
-def attend_blocks(begin, end, count, state, head, view, args, smem, draws, OWN: gl.constexpr, MASKED: gl.constexpr,
+def attend_blocks(begin, end, count, state, head, view, args, smem, draws, WG: gl.constexpr, MASKED: gl.constexpr,
                   C: gl.constexpr):
     """Blocks ``begin`` to ``end`` of a query head: add to dK and dV in registers, and to dQ in memory.
 
@@ -150,24 +150,24 @@ def attend_blocks(begin, end, count, state, head, view, args, smem, draws, OWN: 
     ROW: gl.constexpr = gl.SliceLayout(0, SCORE_LAYOUT)
     DTYPE: gl.constexpr = kv.k_tiles.dtype
     NC: gl.constexpr = C.CONSUMERS
-    unmasked = 0
+    unmasked_start = 0
     if not C.MASK_PLAN:
-        unmasked = blocks.start + (blocks.upper_boundary - blocks.boundary) * QUERIES
+        unmasked_start = blocks.start + (blocks.upper_boundary - blocks.boundary) * QUERIES
     if C.VARLEN:
         count = optimization_barrier(count)
     for step in range(begin, end):
         stage = count % C.Q_STAGES
-        own = OWN
+        wg = WG
         if C.AUGMENTED_K:  # else what all operands' addresses are made of stays in registers between tiles, and spills
-            own = optimization_barrier(own)
-        k = kv.k_tiles.index(own).reshape([64, C.WIDTH])
-        v = kv.v_tiles.index(own).reshape([64, C.WIDTH])
+            wg = optimization_barrier(wg)
+        k = kv.k_tiles.index(wg).reshape([64, C.WIDTH])
+        v = kv.v_tiles.index(wg).reshape([64, C.WIDTH])
         if C.HEAD_PERSISTENT:
-            first_query = q_block_start_serpentine(step, key - OWN * 64, blocks, C)
+            first_query = q_block_start_serpentine(step, key - WG * 64, blocks, C)
         elif MASKED or C.DETERMINISTIC or C.MASK_PLAN:
             first_query = q_block_start(step, blocks, C)
-        else:  # behind those at the first queries
-            first_query = unmasked + step * QUERIES
+        else:  # in ascending order, behind the masked ones at the first queries
+            first_query = unmasked_start + step * QUERIES
         bits = ()
         if MASKED:
             bits = bits_of_step(step, view, QUERIES, C)
@@ -210,7 +210,7 @@ def attend_blocks(begin, end, count, state, head, view, args, smem, draws, OWN: 
         dprobs = warpgroup_mma_wait(0, deps=(dprobs_pending,))
         if C.AUGMENTED_K:
             if count == view.last_count:
-                mbarrier.arrive(kv.v_empty.index(OWN), count=1)
+                mbarrier.arrive(kv.v_empty.index(WG), count=1)
         if C.HAS_DROPOUT:
             dscores = dropout.score_gradient(probs, dprobs, delta[None, :]).to(DTYPE)
         elif C.AUGMENTED_K:
@@ -218,7 +218,7 @@ def attend_blocks(begin, end, count, state, head, view, args, smem, draws, OWN: 
         else:
             dscores = (probs * (dprobs - delta[None, :])).to(DTYPE)
         ds_stage = count & 1
-        smem.dscores.index(dscores_index(ds_stage, OWN, C.AUGMENTED_K, C)).store(dscores)
+        smem.dscores.index(dscores_index(ds_stage, WG, C.AUGMENTED_K, C)).store(dscores)
         dv_pending = warpgroup_mma(left_probs, dout, dv, is_async=True)
         fence_async_shared()
         if C.HEAD_PERSISTENT:
@@ -226,9 +226,9 @@ def attend_blocks(begin, end, count, state, head, view, args, smem, draws, OWN: 
         named_barrier_sync(C.CONSUMERS)
         start = None
         if C.HEAD_PERSISTENT:
-            part = head.first_part + first_query // 32
-            start = start_of_part(args.dq, part, first_query, key - OWN * 64, bounds, C)
-        dq_pending = issue_dq(kv.k_tiles, smem.dscores, ds_stage, 0, OWN, NC, C.AUGMENTED_K, C, start)
+            part = head.first_part + first_query // 32  # of 64 queries, each of two consumers has a part
+            start = start_of_part(args.dq, part, first_query, key - WG * 64, bounds, C)
+        dq_pending = issue_dq(kv.k_tiles, smem.dscores, ds_stage, 0, WG, NC, C.AUGMENTED_K, C, start)
         if C.S_AHEAD:  # the registers of P are free before those of the next S are taken
             dv = warpgroup_mma_wait(NC, deps=(dv_pending,))
             consumer_release(smem.dout.empty, count, C.DOUT_STAGES)
@@ -245,10 +245,10 @@ def attend_blocks(begin, end, count, state, head, view, args, smem, draws, OWN: 
                 if count == view.last_count:
                     mbarrier.arrive(kv.k_empty.index(0), count=1)
         if C.HEAD_PERSISTENT:
-            accumulate_or_write_part(args.dq, dq, smem.dq_stage, part, head, first_query, key - OWN * 64, bounds, OWN,
+            accumulate_or_write_part(args.dq, dq, smem.dq_stage, part, head, first_query, key - WG * 64, bounds, WG,
                                      C)
         else:
-            accumulate(args.dq.accum, dq, smem.dq_stage, count, head.first_part + first_query // 32, OWN, C)
+            accumulate(args.dq.accum, dq, smem.dq_stage, count, head.first_part + first_query // 32, WG, C)
         if C.S_AHEAD:
             dk, scores = warpgroup_mma_wait(0, deps=(dk_pending, scores_pending))
         else:
@@ -305,7 +305,7 @@ def draws_of(args, metadata, tile, C: gl.constexpr):
 
 
 @gluon.jit
-def attend_tile(args, smem, tile, count, tile_count, OWN: gl.constexpr, C: gl.constexpr):
+def attend_tile(args, smem, tile, count, tile_count, WG: gl.constexpr, C: gl.constexpr):
     """Consumer: dK and dV of 64 keys of a tile, and its part of dQ of every block. Returns the next iteration."""
     kv, group, outputs = smem.kv, args.group, args.outputs
     total = args.bounds.sq  # queries of all sequences
@@ -315,18 +315,19 @@ def attend_tile(args, smem, tile, count, tile_count, OWN: gl.constexpr, C: gl.co
     dv = gl.full([64, C.WIDTH], 0.0, gl.float32, layout=ACC_LAYOUT)
     scores = gl.full([64, QUERIES], 0.0, gl.float32, layout=SCORE_LAYOUT)
     blocks = q_blocks_of_tile(tile, bounds, args.plan, C)
-    key = tile.first + OWN * 64
+    key = tile.first + WG * 64
     ends = phases_of(key, blocks, bounds, C)
+    # Phases: masked blocks, unmasked ones; in a fixed order those masked by the lower bound, unmasked ones, the rest.
     FIRST: gl.constexpr = 1 if (C.DETERMINISTIC or C.HEAD_PERSISTENT) and not C.HAS_LOWER else 0
     STOP: gl.constexpr = 3 if C.DETERMINISTIC or C.HEAD_PERSISTENT else 2
-    parts, own_part = dq_parts_of(smem.metadata, total, args.num_sequences, OWN, C)
+    parts, own_part = dq_parts_of(smem.metadata, total, args.num_sequences, WG, C)
     NC: gl.constexpr = C.CONSUMERS
     for i in gl.static_range(NC):
         mbarrier.wait(kv.full.index(i), tile_count & 1)
     if C.S_AHEAD:
         if blocks.count > 0:
             consumer_wait(smem.q.full, count, C.Q_STAGES)
-            k = kv.k_tiles.index(OWN).reshape([64, C.WIDTH])
+            k = kv.k_tiles.index(WG).reshape([64, C.WIDTH])
             scores = warpgroup_mma_wait(0, deps=(
                 issue_s_or_dp(k, smem.q.tiles, smem.row_stats, count, count % C.Q_STAGES, SCORES, C),))
     draws = ()
@@ -356,7 +357,7 @@ def attend_tile(args, smem, tile, count, tile_count, OWN: gl.constexpr, C: gl.co
                                           args.alibi.stride_h)
         head = QHead(tile.batch, tile.head * group + member, member, first_part, slope_log2)
         for phase in gl.static_range(FIRST, STOP):
-            count, state = attend_blocks(ends[phase], ends[phase + 1], count, state, head, view, args, smem, draws, OWN,
+            count, state = attend_blocks(ends[phase], ends[phase + 1], count, state, head, view, args, smem, draws, WG,
                                          phase != 1, C)
     row, left = key_rows_of(smem.metadata, key, C)
     place = (tile.batch, tile.head, row, 0)
@@ -367,12 +368,12 @@ def attend_tile(args, smem, tile, count, tile_count, OWN: gl.constexpr, C: gl.co
         tma_store_wait(0)  # the last part of dQ has been read
         COLUMNS: gl.constexpr = outputs.dk_desc.block_type.shape[3]
         dk_tile = reinterpret(smem.dscores, outputs.dk_desc.dtype, [NC, 1, 1, 64, COLUMNS],
-                              outputs.dk_desc.layout).index(OWN)
+                              outputs.dk_desc.layout).index(WG)
         dv_tile = reinterpret(smem.dq_stage, outputs.dv_desc.dtype, [NC, 1, 1, 64, COLUMNS],
-                              outputs.dv_desc.layout).index(OWN)
+                              outputs.dv_desc.layout).index(WG)
     else:
-        dk_tile = kv.k_tiles.index(OWN)
-        dv_tile = kv.v_tiles.index(OWN)
+        dk_tile = kv.k_tiles.index(WG)
+        dv_tile = kv.v_tiles.index(WG)
     write_gradient(outputs.dv_desc, outputs.dv_ptr, dv_tile, dv, place, left, C)
     named_barrier_sync(C.CONSUMERS)  # the other consumer's dQ has read these keys, and dS
     write_gradient(outputs.dk_desc, outputs.dk_ptr, dk_tile, state.dk * args.scales.gradient, place, left, C)
@@ -381,18 +382,18 @@ def attend_tile(args, smem, tile, count, tile_count, OWN: gl.constexpr, C: gl.co
 
 
 @gluon.jit
-def attend(args, smem, OWN: gl.constexpr, C: gl.constexpr):
+def attend(args, smem, WG: gl.constexpr, C: gl.constexpr):
     """Consumer, one warpgroup: its keys of one tile, with C.AUGMENTED_K of every tile that the producer publishes."""
     count = 0
     tile_count = 0
     if C.AUGMENTED_K:
         tile = get_kv_tile(smem.queue, tile_count, C)
         while tile.first != NO_TILE:
-            count = attend_tile(args, smem, tile, count, tile_count, OWN, C)
+            count = attend_tile(args, smem, tile, count, tile_count, WG, C)
             tile_count += 1
             tile = get_kv_tile(smem.queue, tile_count, C)
     else:
-        attend_tile(args, smem, args.tile, count, tile_count, OWN, C)
+        attend_tile(args, smem, args.tile, count, tile_count, WG, C)
 
 
 @gluon.jit
@@ -431,6 +432,7 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, lse, delta_ptr, dk
     elif not C.DQ_FROM_REGISTERS:
         dq_stage = gl.allocate_shared_memory(gl.float32, [NC, C.WIDTH // 8, 256], accum.layout)
     SPARE: gl.constexpr = 1 if C.VARLEN else 0  # barriers of tiles in which rows are zeroed before they are full
+    # On a full barrier of q arrive the TMA's bytes, and without C.AUGMENTED_K the copy of lse and delta.
     q_pipe = Pipe(q_tiles, make_barriers(C.Q_STAGES + SPARE, 1 if C.AUGMENTED_K else 2),
                   make_barriers(C.Q_STAGES, NC))
     dout_pipe = Pipe(dout_tiles, make_barriers(C.DOUT_STAGES + SPARE, 1), make_barriers(C.DOUT_STAGES, NC))
@@ -439,6 +441,7 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, lse, delta_ptr, dk
     queue = ()
     tile = ()
     if C.AUGMENTED_K:
+        # K and V arrive one by one; dQ of each consumer reads all of K, V is read by its own.
         kv = KVTiles(k_tiles, v_tiles, make_barriers(NC, 2), make_barriers(1, NC), make_barriers(NC, 1))
         tile_values = gl.allocate_shared_memory(gl.int32, [2 * kv_tile_size(C), 1], CONTIGUOUS)
         queue = TileQueue(tile_values, make_barriers(2, 1), make_barriers(2, NC))

@@ -78,18 +78,18 @@ def multiply_rounded(probs, dprobs, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def issue_dq(k_tiles, dscores_tiles, ds_stage, resident, OWN: gl.constexpr, CHUNK: gl.constexpr, C: gl.constexpr):
+def issue_dq(k_tiles, dscores_tiles, ds_stage, resident, WG: gl.constexpr, CHUNK: gl.constexpr, C: gl.constexpr):
     """Issue a warpgroup's half of the columns of a chunk of dQ = dS·K; ds_stage: the tile of the first 64 keys' dS."""
     COLUMNS: gl.constexpr = C.D[CHUNK] // 2
     dq = gl.full([64, COLUMNS], 0.0, gl.float32, layout=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16]))
     for i in gl.static_range(2):
-        k = chunk_of(k_tiles, resident + i, CHUNK).slice(OWN * COLUMNS, COLUMNS, 1)
+        k = chunk_of(k_tiles, resident + i, CHUNK).slice(WG * COLUMNS, COLUMNS, 1)
         dq = warpgroup_mma(dscores_tiles.index(ds_stage + i).permute((1, 0)), k, dq, use_acc=i > 0, is_async=True)
     return dq
 
 
 @gluon.jit
-def finish_block(dv_pending, acc, smem, count, ds_stage, resident, accum_ptr, OWN: gl.constexpr, C: gl.constexpr):
+def finish_block(dv_pending, acc, smem, count, ds_stage, resident, accum_ptr, WG: gl.constexpr, C: gl.constexpr):
     """Compute a warpgroup's part of dQ, and dK, of a block whose dS is in shared memory; the MMA of dV is in flight.
 
     accum_ptr: where the block's dQ accumulator begins. Returns the accumulators.
@@ -97,22 +97,22 @@ def finish_block(dv_pending, acc, smem, count, ds_stage, resident, accum_ptr, OW
     stage = count % C.Q_STAGES
     dv = warpgroup_mma_wait(0, deps=(dv_pending,))  # the registers of P are free before those of dQ are taken
     consumer_release(smem.dout.empty, count, C.DOUT_STAGES)
-    dq_pending = issue_dq(smem.kv.k_tiles, smem.dscores, ds_stage, resident, OWN, 0, C)
-    dq_rest_pending = issue_dq(smem.kv.k_tiles, smem.dscores, ds_stage, resident, OWN, 1, C)
-    dscores = smem.dscores.index(ds_stage + OWN)
+    dq_pending = issue_dq(smem.kv.k_tiles, smem.dscores, ds_stage, resident, WG, 0, C)
+    dq_rest_pending = issue_dq(smem.kv.k_tiles, smem.dscores, ds_stage, resident, WG, 1, C)
+    dscores = smem.dscores.index(ds_stage + WG)
     dk_pending = warpgroup_mma(dscores, chunk_of(smem.q.tiles, stage, 0), acc.dk, is_async=True)
     dk_rest_pending = warpgroup_mma(dscores, chunk_of(smem.q.tiles, stage, 1), acc.dk_rest, is_async=True)
     dq = warpgroup_mma_wait(4, deps=(dq_pending,))
-    add_from_registers(accum_ptr + OWN * 32 * C.D[0], dq)
+    add_from_registers(accum_ptr + WG * 32 * C.D[0], dq)
     dq_rest = warpgroup_mma_wait(2, deps=(dq_rest_pending,))
-    add_from_registers(accum_ptr + (64 * C.D[0] + OWN * 32 * C.D[1]), dq_rest)
+    add_from_registers(accum_ptr + (64 * C.D[0] + WG * 32 * C.D[1]), dq_rest)
     dk, dk_rest = warpgroup_mma_wait(0, deps=(dk_pending, dk_rest_pending))
     consumer_release(smem.q.empty, count, C.Q_STAGES)
     return Accumulators(dk, dk_rest, dv)
 
 
 @gluon.jit
-def attend_blocks(begin, end, count, acc, first_row, view, args, smem, OWN: gl.constexpr, MASKED: gl.constexpr,
+def attend_blocks(begin, end, count, acc, first_row, view, args, smem, WG: gl.constexpr, MASKED: gl.constexpr,
                   C: gl.constexpr):
     """Blocks ``begin`` to ``end`` of one query head: add to dK and dV in registers, and to dQ in memory.
 
@@ -133,7 +133,7 @@ def attend_blocks(begin, end, count, acc, first_row, view, args, smem, OWN: gl.c
         else:  # behind those at the first queries
             first_query = unmasked + step * QUERIES
         consumer_wait(q_pipe.full, count, C.Q_STAGES)
-        scores_pending = issue_s_or_dp(kv.k_tiles, q_pipe.tiles, stage, resident + OWN)
+        scores_pending = issue_s_or_dp(kv.k_tiles, q_pipe.tiles, stage, resident + WG)
         scores = warpgroup_mma_wait(0, deps=(scores_pending,))
         probs = gl.exp2(scores * args.scales.scale_log2 - row_stats.index(2 * stage).load(ROW)[None, :])
         if MASKED:
@@ -142,22 +142,22 @@ def attend_blocks(begin, end, count, acc, first_row, view, args, smem, OWN: gl.c
         delta = gl.full([64, QUERIES], 0.0, gl.float32, layout=SCORE_LAYOUT)
         delta += row_stats.index(2 * stage + 1).load(ROW)[None, :]
         consumer_wait(dout_pipe.full, count, C.DOUT_STAGES)
-        dprobs_pending = issue_s_or_dp(kv.v_tiles, dout_pipe.tiles, dout_stage, resident + OWN, -delta)
+        dprobs_pending = issue_s_or_dp(kv.v_tiles, dout_pipe.tiles, dout_stage, resident + WG, -delta)
         dv_pending = warpgroup_mma(left_probs, chunk_of(dout_pipe.tiles, dout_stage, 0), acc.dv, is_async=True)
         dprobs = warpgroup_mma_wait(1, deps=(dprobs_pending,))
         ds_stage = (count & 1) * 2 + resident
-        smem.dscores.index(ds_stage + OWN).store(
+        smem.dscores.index(ds_stage + WG).store(
             multiply_rounded(gl.convert_layout(left_probs, SCORE_LAYOUT), dprobs, DTYPE))
         fence_async_shared()
         named_barrier_sync(2)
         accum_ptr = args.accum_ptr + (first_row + first_query).to(gl.int64) * WIDTH
-        acc = finish_block(dv_pending, acc, smem, count, ds_stage, resident, accum_ptr, OWN, C)
+        acc = finish_block(dv_pending, acc, smem, count, ds_stage, resident, accum_ptr, WG, C)
         count += 1
     return count, acc
 
 
 @gluon.jit
-def attend(args, smem, OWN: gl.constexpr, C: gl.constexpr):
+def attend(args, smem, WG: gl.constexpr, C: gl.constexpr):
     """Consumer, one warpgroup: dK and dV of 64 keys, and its columns of dQ of every block."""
     kv, outputs, tile, bounds, group = smem.kv, args.outputs, args.tile, args.bounds, args.group
     FIRST: gl.constexpr = C.D[0]
@@ -167,7 +167,7 @@ def attend(args, smem, OWN: gl.constexpr, C: gl.constexpr):
     dv = gl.full([64, C.DV[0]], 0.0, gl.float32, layout=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.DV[0], 16]))
     acc = Accumulators(dk, dk_rest, dv)
     blocks = q_blocks_of(tile.first, bounds, C)
-    key = tile.first + OWN * 64
+    key = tile.first + WG * 64
     ends = phases_of(key, blocks, bounds, C)
     view = TileView(key, blocks, bounds)
     rows = (bounds.sq + (QUERIES - 1)) // QUERIES * QUERIES
@@ -177,13 +177,13 @@ def attend(args, smem, OWN: gl.constexpr, C: gl.constexpr):
     for member in range(group):
         first_row = (tile.batch * args.heads * group + tile.head * group + member) * rows
         for phase in gl.static_range(2):
-            count, acc = attend_blocks(ends[phase], ends[phase + 1], count, acc, first_row, view, args, smem, OWN,
+            count, acc = attend_blocks(ends[phase], ends[phase + 1], count, acc, first_row, view, args, smem, WG,
                                        phase != 1, C)
-    write_gradient(outputs.dv, None, kv.v_tiles[0].index(OWN), acc.dv, (tile.batch, tile.head, key, 0), 64, C)
+    write_gradient(outputs.dv, None, kv.v_tiles[0].index(WG), acc.dv, (tile.batch, tile.head, key, 0), 64, C)
     named_barrier_sync(2)  # the other consumer's dQ has read these keys
-    write_gradient(outputs.dk[0], None, kv.k_tiles[0].index(OWN), acc.dk * args.scales.gradient,
+    write_gradient(outputs.dk[0], None, kv.k_tiles[0].index(WG), acc.dk * args.scales.gradient,
                    (tile.batch, tile.head, key, 0), 64, C)
-    write_gradient(outputs.dk[1], None, kv.k_tiles[1].index(OWN), acc.dk_rest * args.scales.gradient,
+    write_gradient(outputs.dk[1], None, kv.k_tiles[1].index(WG), acc.dk_rest * args.scales.gradient,
                    (tile.batch, tile.head, key, FIRST), 64, C)
     tma_store_wait(0)
 

@@ -90,7 +90,7 @@ ONE: gl.constexpr = gl.constexpr(1)
 
 @gluon.jit
 def overlap_blocks(state, count, step, view, args, smem, ENDS: gl.constexpr, BEGINS: gl.constexpr,
-                   MASKED: gl.constexpr, OWN: gl.constexpr, C: gl.constexpr):
+                   MASKED: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
     """End the block of iteration ``count - 1`` (ENDS), whose P and dP the state has, and begin that of ``count``.
 
     ``step``: the latter's, in the tile's order of blocks.
@@ -110,7 +110,7 @@ def overlap_blocks(state, count, step, view, args, smem, ENDS: gl.constexpr, BEG
         consumer_wait(smem.dout.full, count, C.DOUT_STAGES)
     if ENDS:
         dscores = (probs * dprobs).to(DTYPE)
-        smem.dscores.tiles.index((last & 1) * C.CONSUMERS + OWN).store(dscores)
+        smem.dscores.tiles.index((last & 1) * C.CONSUMERS + WG).store(dscores)
         fence_async_shared()
         consumer_release(smem.dscores.full, last, 2)
         dout = dout_tiles.index(last % C.DOUT_STAGES).reshape([QUERIES, C.WIDTH])
@@ -146,11 +146,11 @@ def overlap_blocks(state, count, step, view, args, smem, ENDS: gl.constexpr, BEG
 
 
 @gluon.jit
-def attend_blocks(begin, end, state, count, view, args, smem, MASKED: gl.constexpr, OWN: gl.constexpr,
+def attend_blocks(begin, end, state, count, view, args, smem, MASKED: gl.constexpr, WG: gl.constexpr,
                   C: gl.constexpr):
     """Begin blocks ``begin`` to ``end`` of one query head, and end those before them."""
     for step in range(begin, end):
-        state = overlap_blocks(state, count, step, view, args, smem, True, True, MASKED, OWN, C)
+        state = overlap_blocks(state, count, step, view, args, smem, True, True, MASKED, WG, C)
         count += 1
     return state, count
 
@@ -202,7 +202,7 @@ def load(args, smem, C: gl.constexpr):
 
 
 @gluon.jit
-def attend_tile(args, smem, tile_count, tile, count, OWN: gl.constexpr, C: gl.constexpr):
+def attend_tile(args, smem, tile_count, tile, count, WG: gl.constexpr, C: gl.constexpr):
     """Consumer: dK and dV of 64 keys of a tile, and dS of every block for the warpgroup that makes dQ."""
     kv, outputs, bounds = smem.kv, args.outputs, args.bounds
     ACC_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.WIDTH, 16])
@@ -214,16 +214,16 @@ def attend_tile(args, smem, tile_count, tile, count, OWN: gl.constexpr, C: gl.co
     left_zeros = gl.convert_layout(zeros.to(kv.k_tiles.dtype), gl.DotOperandLayout(0, ACC_LAYOUT, 2))
     state = State(zeros, left_zeros, zeros, dk, dv)
     blocks = q_blocks_of_tile(tile, bounds, args.plan, C)
-    key = tile.first + OWN * 64
+    key = tile.first + WG * 64
     ends = phases_of(key, blocks, bounds, C)
-    kv_index = tile_count % C.KV_STAGES * C.CONSUMERS + OWN
+    kv_index = tile_count % C.KV_STAGES * C.CONSUMERS + WG
     bits = ()
     if C.MASK_PLAN:
         bits = bits_of_rows(args.plan, tile.batch, tile.head, key // 64)
     view = TileView(key, kv_index, blocks, bounds, bits)
     consumer_wait(kv.full, tile_count, C.KV_STAGES)
     # Some query sees these keys: there is a block.
-    state = overlap_blocks(state, count, 0, view, args, smem, False, True, True, OWN, C)
+    state = overlap_blocks(state, count, 0, view, args, smem, False, True, True, WG, C)
     if tile_count > 0:
         tma_store_wait(0)  # dK and dV of the tile before have been read where its keys and values were
         consumer_release(kv.empty, tile_count - 1, C.KV_STAGES)
@@ -231,11 +231,11 @@ def attend_tile(args, smem, tile_count, tile, count, OWN: gl.constexpr, C: gl.co
     for member in range(args.group):
         for phase in gl.static_range(FIRST, STOP):
             begin = gl.where(member == 0, gl.maximum(ends[phase], 1), ends[phase])
-            state, count = attend_blocks(begin, ends[phase + 1], state, count, view, args, smem, phase != 1, OWN, C)
-    state = overlap_blocks(state, count, 0, view, args, smem, True, False, False, OWN, C)
+            state, count = attend_blocks(begin, ends[phase + 1], state, count, view, args, smem, phase != 1, WG, C)
+    state = overlap_blocks(state, count, 0, view, args, smem, True, False, False, WG, C)
     if C.CTAS_PER_HEAD > 1:  # computed anew, not kept in registers through all blocks
         tile = tile_of_cta(optimization_barrier(tile_count), args.grid, C)
-    place = (tile.batch, tile.head, tile.first + OWN * 64, 0)
+    place = (tile.batch, tile.head, tile.first + WG * 64, 0)
     write_gradient(outputs.dv_desc, None, kv.v_tiles.index(kv_index), state.dv, place, 64, C)
     named_barrier_sync(C.CONSUMERS + 1)  # dQ has read these keys
     write_gradient(outputs.dk_desc, None, kv.k_tiles.index(kv_index), state.dk * args.scales.gradient, place, 64, C)
@@ -243,19 +243,19 @@ def attend_tile(args, smem, tile_count, tile, count, OWN: gl.constexpr, C: gl.co
 
 
 @gluon.jit
-def attend(args, smem, OWN: gl.constexpr, C: gl.constexpr):
+def attend(args, smem, WG: gl.constexpr, C: gl.constexpr):
     """Consumer, one warpgroup: its keys of one tile after another."""
     count = 0
     if C.DYNAMIC_TILES:
         tile_count = 0
         tile = get_kv_tile(smem.queue, tile_count, C)
         while tile.first != NO_TILE:
-            count = attend_tile(args, smem, tile_count, tile, count, OWN, C)
+            count = attend_tile(args, smem, tile_count, tile, count, WG, C)
             tile_count += 1
             tile = get_kv_tile(smem.queue, tile_count, C)
     else:
         for tile_count in range(tiles_of_cta(args.grid, C)):
-            count = attend_tile(args, smem, tile_count, tile_of_cta(tile_count, args.grid, C), count, OWN, C)
+            count = attend_tile(args, smem, tile_count, tile_of_cta(tile_count, args.grid, C), count, WG, C)
     tma_store_wait(0)
 
 
@@ -341,7 +341,7 @@ def stage_or_write(dq, target, dq_stage, count, place, ends):
 
 
 @gluon.jit
-def accumulate_shared(args, parts, OWN: gl.constexpr, C: gl.constexpr):
+def accumulate_shared(args, parts, WG: gl.constexpr, C: gl.constexpr):
     """Writer, one warp, of a CTA that shares its heads: add every other part of dQ that ``make_dq`` stages.
 
     Of a block's last tile it loads the accumulator instead, once the tiles before have added to it. The empty barrier
@@ -357,16 +357,16 @@ def accumulate_shared(args, parts, OWN: gl.constexpr, C: gl.constexpr):
         for member in range(group):
             head_row = (tile.batch * grid.heads + tile.head) * group + member
             for step in range(blocks.count):
-                if count % WRITERS == OWN:
+                if count % WRITERS == WG:
                     query = q_block_start(step, blocks, C)
                     part = head_row * blocks_of_head + query // QUERIES
                     rank = rank_of(tile.first, query // QUERIES, bounds, C)
                     is_last = is_last_of(tile.first, query, bounds, C)
                     if is_last & (rank > 0):
                         semaphore_wait(semaphores + part, rank)
-                        mbarrier.expect(parts.empty.index(OWN), target.accum.block_type.nbytes)
-                        tma_load(target.accum, [part * (C.WIDTH // 4), 0], parts.empty.index(OWN),
-                                 parts.tiles.index(OWN))
+                        mbarrier.expect(parts.empty.index(WG), target.accum.block_type.nbytes)
+                        tma_load(target.accum, [part * (C.WIDTH // 4), 0], parts.empty.index(WG),
+                                 parts.tiles.index(WG))
                     else:
                         consumer_release(parts.empty, count, WRITERS)
                     if is_last:
@@ -376,7 +376,7 @@ def accumulate_shared(args, parts, OWN: gl.constexpr, C: gl.constexpr):
                     else:
                         semaphore_wait(semaphores + part, rank)
                         consumer_wait(parts.full, count, WRITERS)
-                        accumulate_staged(target.accum, semaphores + part, parts.tiles, part, rank, OWN, 1)
+                        accumulate_staged(target.accum, semaphores + part, parts.tiles, part, rank, WG, 1)
                 count += 1
 
 

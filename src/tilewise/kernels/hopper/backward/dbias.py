@@ -169,7 +169,7 @@ def zero_hidden_tiles(args, C: gl.constexpr):
 
 
 @gluon.jit
-def load_bias(args, bias_tiles, view, OWN: gl.constexpr, C: gl.constexpr):
+def load_bias(args, bias_tiles, view, WG: gl.constexpr, C: gl.constexpr):
     """Consumer: bring the bias of its scores to shared memory; 0 past the last query and key.
 
     All loads come before the first store, which waits for one.
@@ -186,11 +186,11 @@ def load_bias(args, bias_tiles, view, OWN: gl.constexpr, C: gl.constexpr):
         pointers = pointers_to(base, queries, keys, (bias.strides.q, bias.strides.k), C.BIAS_VECTOR)
         loaded = loaded + (gl.load(pointers, mask=inside(queries, keys, bounds, C.BIAS_VECTOR), other=0.0),)
     for i in gl.static_range(BLOCKS_PER_TILE):
-        bias_tiles.index(OWN * BLOCKS_PER_TILE + i).store(loaded[i])
+        bias_tiles.index(WG * BLOCKS_PER_TILE + i).store(loaded[i])
 
 
 @gluon.jit
-def write_dbias(args, bias_tiles, acc, view, OWN: gl.constexpr, C: gl.constexpr):
+def write_dbias(args, bias_tiles, acc, view, WG: gl.constexpr, C: gl.constexpr):
     """Consumer: write its accumulators, rounded, through the memory of their bias: whole rows of 16 bytes a thread."""
     dbias_ptr, bounds = args.dbias_ptr, args.bounds
     DTYPE: gl.constexpr = dbias_ptr.dtype.element_ty
@@ -198,11 +198,11 @@ def write_dbias(args, bias_tiles, acc, view, OWN: gl.constexpr, C: gl.constexpr)
     queries = view.first_query + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
     base = dbias_ptr + view.bias_head.to(gl.int64) * bounds.sq * bounds.sk
     for i in gl.static_range(BLOCKS_PER_TILE):
-        bias_tiles.index(OWN * BLOCKS_PER_TILE + i).store(acc[i].to(DTYPE))
+        bias_tiles.index(WG * BLOCKS_PER_TILE + i).store(acc[i].to(DTYPE))
     for i in gl.static_range(BLOCKS_PER_TILE):
         keys = view.first_key + i * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
         gl.store(pointers_to(base, queries, keys, (bounds.sk, 1), C.DBIAS_VECTOR),
-                 bias_tiles.index(OWN * BLOCKS_PER_TILE + i).load(LAYOUT),
+                 bias_tiles.index(WG * BLOCKS_PER_TILE + i).load(LAYOUT),
                  mask=inside(queries, keys, bounds, C.DBIAS_VECTOR))
 
 
@@ -241,7 +241,7 @@ def add_block(acc, rows, count, bias_tile, first_key, view, args, smem, FIRST: g
 
 
 @gluon.jit
-def add_members(acc, members, count, q_count, view, args, smem, OWN: gl.constexpr, MASKED: gl.constexpr,
+def add_members(acc, members, count, q_count, view, args, smem, WG: gl.constexpr, MASKED: gl.constexpr,
                 C: gl.constexpr):
     """Consumer: add dS of every member of the tile's bias head; where MASKED some blocks of keys may be skipped.
 
@@ -258,7 +258,7 @@ def add_members(acc, members, count, q_count, view, args, smem, OWN: gl.constexp
         lse = gl.load(inputs.lse + lse_row + offsets, mask=offsets < bounds.sq, other=float("-inf"))
         delta = gl.load(inputs.delta + lse_row + offsets, mask=offsets < bounds.sq, other=0.0)
         lse = gl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
-        stage = q_count % C.Q_STAGES * 2 + OWN
+        stage = q_count % C.Q_STAGES * 2 + WG
         phase = (q_count // C.Q_STAGES) & 1
         mbarrier.wait(q_pipe.q_full.index(stage), phase)
         rows = MemberRows(q_pipe.q_tiles.index(stage).reshape([64, C.WIDTH]),
@@ -267,7 +267,7 @@ def add_members(acc, members, count, q_count, view, args, smem, OWN: gl.constexp
         for i in gl.static_range(BLOCKS_PER_TILE):
             total = acc[i]
             if (i >= view.begin) & (i < view.end):
-                total = add_block(total, rows, count, smem.bias_tiles.index(OWN * BLOCKS_PER_TILE + i),
+                total = add_block(total, rows, count, smem.bias_tiles.index(WG * BLOCKS_PER_TILE + i),
                                   view.first_key + i * 64, view, args, smem, MASKED or i == 0, MASKED, C)
                 count += 1
             added = added + (total,)
@@ -278,7 +278,7 @@ def add_members(acc, members, count, q_count, view, args, smem, OWN: gl.constexp
 
 
 @gluon.jit
-def accumulate(args, smem, OWN: gl.constexpr, C: gl.constexpr):
+def accumulate(args, smem, WG: gl.constexpr, C: gl.constexpr):
     """Consumer, one warpgroup: sum dS of 64 queries of every tile."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     PHASES: gl.constexpr = 2 if C.HAS_LOWER or C.HAS_UPPER else 1
@@ -287,18 +287,18 @@ def accumulate(args, smem, OWN: gl.constexpr, C: gl.constexpr):
     tile_count = 0
     bias_head, m_block, n_block = get_tile(smem.queue, tile_count, TILE_SIZE)
     while bias_head != NO_TILE:
-        first_query = m_block * TILE_QUERIES + OWN * 64
+        first_query = m_block * TILE_QUERIES + WG * 64
         first_key = n_block * (BLOCKS_PER_TILE * 64)
         begin, end, is_full = visible_blocks_of(m_block, n_block, args.bounds, C)
         view = TileView(bias_head, first_query, first_key, begin, end)
-        load_bias(args, smem.bias_tiles, view, OWN, C)
+        load_bias(args, smem.bias_tiles, view, WG, C)
         acc = ()
         for _ in gl.static_range(BLOCKS_PER_TILE):
             acc = acc + (gl.full([64, 64], 0.0, gl.float32, layout=LAYOUT),)
         for MASKED in gl.static_range(PHASES):
             members = gl.where(is_full == (MASKED == 1), 0, args.sharing.members)
-            acc, count, q_count = add_members(acc, members, count, q_count, view, args, smem, OWN, MASKED == 1, C)
-        write_dbias(args, smem.bias_tiles, acc, view, OWN, C)
+            acc, count, q_count = add_members(acc, members, count, q_count, view, args, smem, WG, MASKED == 1, C)
+        write_dbias(args, smem.bias_tiles, acc, view, WG, C)
         tile_count += 1
         bias_head, m_block, n_block = get_tile(smem.queue, tile_count, TILE_SIZE)
 

@@ -158,7 +158,7 @@ def start_of_part(target, part, first_query, first_key, bounds, C: gl.constexpr)
 
 
 @gluon.jit
-def accumulate_or_write_part(target, dq, dq_stage, part, head, first_query, first_key, bounds, OWN: gl.constexpr,
+def accumulate_or_write_part(target, dq, dq_stage, part, head, first_query, first_key, bounds, WG: gl.constexpr,
                              C: gl.constexpr):
     """Consumer of a head-persistent CTA: bring its columns of dQ to the accumulator, or to dq."""
     NC: gl.constexpr = C.CONSUMERS
@@ -166,8 +166,8 @@ def accumulate_or_write_part(target, dq, dq_stage, part, head, first_query, firs
     TILES: gl.constexpr = 1 if target.dq_desc.dtype == gl.float32 else 2  # of dq, where one of float32 is staged
     dq_rows = reinterpret(dq_stage, target.dq_desc.dtype, [TILES * NC, 1, 1, 64, COLUMNS], target.dq_desc.layout)
     ends = _ends_of(first_key, first_query, bounds, C)
-    accumulate_or_write(dq, target, DQStage(dq_stage.index(OWN), dq_rows.index(TILES * OWN)), part,
-                        [head.batch, head.head, first_query, OWN * COLUMNS], ends, False)
+    accumulate_or_write(dq, target, DQStage(dq_stage.index(WG), dq_rows.index(TILES * WG)), part,
+                        [head.batch, head.head, first_query, WG * COLUMNS], ends, False)
 
 
 @gluon.jit
@@ -226,8 +226,8 @@ def await_accum_but_last():
 
 
 @gluon.jit
-def accumulate(accum, dq, dq_stage, count, part, OWN: gl.constexpr, C: gl.constexpr):
-    """Add a part of dQ to the accumulator, or stage it for the writer. part: its number there. OWN: whose it is.
+def accumulate(accum, dq, dq_stage, count, part, WG: gl.constexpr, C: gl.constexpr):
+    """Add a part of dQ to the accumulator, or stage it for the writer. part: its number there. WG: whose it is.
 
     accum: a descriptor, or with C.DQ_FROM_REGISTERS a pointer.
     """
@@ -237,41 +237,41 @@ def accumulate(accum, dq, dq_stage, count, part, OWN: gl.constexpr, C: gl.conste
         add_from_registers(accum + part.to(gl.int64) * (64 * COLUMNS), dq)
     elif C.DETERMINISTIC:
         producer_acquire(dq_stage.empty, count, WRITERS)
-        stage_to_smem(dq_stage.tiles.index(count % WRITERS * MAKERS + OWN), dq)
+        stage_to_smem(dq_stage.tiles.index(count % WRITERS * MAKERS + WG), dq)
         consumer_release(dq_stage.full, count, WRITERS)
     else:
         tma_store_wait(0)
-        stage_to_smem(dq_stage.index(OWN), dq)
-        tma_add(accum, [part * (COLUMNS // 4), 0], dq_stage.index(OWN))
+        stage_to_smem(dq_stage.index(WG), dq)
+        tma_add(accum, [part * (COLUMNS // 4), 0], dq_stage.index(WG))
 
 
 @gluon.jit
-def accumulate_in_order(args, dq_stage, OWN: gl.constexpr, MAKERS: gl.constexpr, C: gl.constexpr):
+def accumulate_in_order(args, dq_stage, WG: gl.constexpr, MAKERS: gl.constexpr, C: gl.constexpr):
     """Writer, one warp: add what the consumers stage in every other block of all heads of the group."""
     target, tile, bounds, group = args.dq, args.tile, args.bounds, args.group
     blocks = q_blocks_of(tile.first, bounds, C)
     blocks_of_head = (bounds.sq + (QUERIES - 1)) // QUERIES
-    for count in range(OWN, group * blocks.count, WRITERS):
+    for count in range(WG, group * blocks.count, WRITERS):
         member = count // blocks.count
         m_block = q_block_start(count - member * blocks.count, blocks, C) // QUERIES
         number = (tile.batch * args.grid.heads * group + tile.head * group + member) * blocks_of_head + m_block
         rank = rank_of(tile.first, m_block, bounds, C)
         semaphore_wait(target.semaphores + number, rank)
         consumer_wait(dq_stage.full, count, WRITERS)
-        accumulate_staged(target.accum, target.semaphores + number, dq_stage.tiles, number, rank, OWN, MAKERS)
+        accumulate_staged(target.accum, target.semaphores + number, dq_stage.tiles, number, rank, WG, MAKERS)
         consumer_release(dq_stage.empty, count, WRITERS)
 
 
 @gluon.jit
-def accumulate_staged(accum, semaphore, tiles, block, rank, OWN: gl.constexpr, MAKERS: gl.constexpr):
+def accumulate_staged(accum, semaphore, tiles, block, rank, WG: gl.constexpr, MAKERS: gl.constexpr):
     """Writer: set a block's accumulator to the first tile's staged parts, or add others' to it, and count the tile."""
     ROWS: gl.constexpr = accum.block_shape[0]
     for i in gl.static_range(MAKERS):
         place = [(block * MAKERS + i) * ROWS, 0]
         if rank == 0:
-            tma_store(accum, place, tiles.index(OWN * MAKERS + i))
+            tma_store(accum, place, tiles.index(WG * MAKERS + i))
         else:
-            tma_add(accum, place, tiles.index(OWN * MAKERS + i))
+            tma_add(accum, place, tiles.index(WG * MAKERS + i))
     _semaphore_release(semaphore, rank + 1)
     tma_store_wait(0)
 

@@ -73,13 +73,13 @@ def load(args, smem, C: gl.constexpr):
 
 
 @gluon.jit
-def accumulate_blocks(begin, end, dq, view, smem, scale_log2, OWN: gl.constexpr, MASKED: gl.constexpr,
+def accumulate_blocks(begin, end, dq, view, smem, scale_log2, WG: gl.constexpr, MASKED: gl.constexpr,
                       C: gl.constexpr):
     """Blocks ``begin`` to ``end`` of keys: add to dQ of 64 queries."""
     q_tiles, dout_tiles, _full = smem.q
     k_pipe, v_pipe = smem.k, smem.v
     for step in range(begin, end):
-        resident = optimization_barrier(0) + OWN  # computed anew in each block, and not kept in registers
+        resident = optimization_barrier(0) + WG  # computed anew in each block, and not kept in registers
         stage = step % K_STAGES
         consumer_wait(k_pipe.full, step, K_STAGES)
         scores_pending = issue_s_or_dp(q_tiles, k_pipe.tiles, stage, resident)
@@ -98,12 +98,12 @@ def accumulate_blocks(begin, end, dq, view, smem, scale_log2, OWN: gl.constexpr,
 
 
 @gluon.jit
-def attend(args, smem, OWN: gl.constexpr, C: gl.constexpr):
+def attend(args, smem, WG: gl.constexpr, C: gl.constexpr):
     """Consumer, one warpgroup: dQ of 64 queries."""
     inputs, bounds, scales = args.inputs, args.bounds, args.scales
     k_pipe, v_pipe = smem.k, smem.v
     first, head, batch = args.tile
-    row = first + OWN * 64
+    row = first + WG * 64
     offsets = row + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORE_LAYOUT))
     lse_row = (batch * args.heads + head).to(gl.int64) * bounds.sq
     lse, delta = fetch_row_stats(inputs.lse, inputs.delta, lse_row, offsets, offsets < bounds.sq)
@@ -118,12 +118,12 @@ def attend(args, smem, OWN: gl.constexpr, C: gl.constexpr):
             consumer_wait(v_pipe.full, 0, 1)
             consumer_release(v_pipe.empty, 0, 1)
             begin += 1
-    mbarrier.wait(smem.q.full.index(OWN), 0)
-    mbarrier.wait(smem.q.full.index(2 + OWN), 0)
+    mbarrier.wait(smem.q.full.index(WG), 0)
+    mbarrier.wait(smem.q.full.index(2 + WG), 0)
     dq = zeros_of(inputs.q)
-    dq = accumulate_blocks(begin, masked, dq, view, smem, scales.scale_log2, OWN, True, C)
-    dq = accumulate_blocks(gl.maximum(begin, masked), blocks.count, dq, view, smem, scales.scale_log2, OWN, False, C)
-    write_gradients(args.dq, smem.q.q_tiles, OWN, dq, scales.gradient, (batch, head, row), C)
+    dq = accumulate_blocks(begin, masked, dq, view, smem, scales.scale_log2, WG, True, C)
+    dq = accumulate_blocks(gl.maximum(begin, masked), blocks.count, dq, view, smem, scales.scale_log2, WG, False, C)
+    write_gradients(args.dq, smem.q.q_tiles, WG, dq, scales.gradient, (batch, head, row), C)
 
 
 @gluon.jit

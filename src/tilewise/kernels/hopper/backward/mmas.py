@@ -1,4 +1,4 @@
-"""MMAs that begin from zero in the Hopper backward: S and dP, keys as rows, and dQ (maths.md, section 6)."""
+"""MMAs of the Hopper backward: S and dP, keys as rows, and dQ (maths.md, section 6)."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -13,10 +13,10 @@ DPROBS: gl.constexpr = gl.constexpr(1)
 
 
 @gluon.jit
-def issue_s_or_dp(own, streamed, row_stats, count, stage, OPERAND: gl.constexpr, C: gl.constexpr):
+def issue_s_or_dp(left, streamed, row_stats, count, stage, OPERAND: gl.constexpr, C: gl.constexpr):
     """Issue Sᵀ = K·Qᵀ (SCORES) or dPᵀ = V·dOᵀ (DPROBS) of iteration ``count`` of the Q pipe.
 
-    own: the warpgroup's K or V; streamed: the tiles of Q or dO, of which ``stage`` is this iteration's. With
+    left: the warpgroup's K or V; streamed: the tiles of Q or dO, of which ``stage`` is this iteration's. With
     C.AUGMENTED_K lse / scale is subtracted from S, and delta from dP.
     """
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
@@ -24,7 +24,7 @@ def issue_s_or_dp(own, streamed, row_stats, count, stage, OPERAND: gl.constexpr,
     right = streamed.index(stage).reshape([QUERIES, C.WIDTH]).permute((1, 0))
     if C.AUGMENTED_K:
         start = issue_augmented(row_stats, count % C.Q_STAGES, OPERAND, start)
-    return warpgroup_mma(own, right, start, use_acc=C.AUGMENTED_K, is_async=True)
+    return warpgroup_mma(left, right, start, use_acc=C.AUGMENTED_K, is_async=True)
 
 
 @gluon.jit
@@ -38,19 +38,19 @@ def dscores_index(stage, consumer, SIDE_BY_SIDE: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def issue_dq(k_tiles, dscores_tiles, ds_stage, first, OWN: gl.constexpr, MAKERS: gl.constexpr,
+def issue_dq(k_tiles, dscores_tiles, ds_stage, first, WG: gl.constexpr, PARTS: gl.constexpr,
              SIDE_BY_SIDE: gl.constexpr, C: gl.constexpr, start=None):
-    """Issue a part of dQ = dS·K: the columns of one of MAKERS warpgroups.
+    """Issue a part of dQ = dS·K: of its columns, in so many PARTS, those of warpgroup WG.
 
     first: which tile of K has the first keys. SIDE_BY_SIDE: as of ``dscores_index``. start: the accumulator that dQ
     begins from, or None for zero.
     """
-    COLUMNS: gl.constexpr = C.WIDTH // MAKERS
+    COLUMNS: gl.constexpr = C.WIDTH // PARTS
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     dq = gl.full([64, COLUMNS], 0.0, gl.float32, layout=LAYOUT) if start is None else start
     NC: gl.constexpr = C.CONSUMERS
     for i in gl.static_range(NC):
         dscores = dscores_tiles.index(dscores_index(ds_stage, i, SIDE_BY_SIDE, C))
-        k = k_tiles.index(first + i).reshape([64, C.WIDTH]).slice(OWN * COLUMNS, COLUMNS, 1)
+        k = k_tiles.index(first + i).reshape([64, C.WIDTH]).slice(WG * COLUMNS, COLUMNS, 1)
         dq = warpgroup_mma(dscores.permute((1, 0)), k, dq, use_acc=i > 0 or start is not None, is_async=True)
     return dq

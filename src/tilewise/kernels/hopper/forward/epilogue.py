@@ -43,7 +43,7 @@ class Rows(NamedTuple):
 
 
 @gluon.jit
-def store_columns(acc, place, left, out_desc, out_ptr, out_tiles, OWN: gl.constexpr, FIRST: gl.constexpr,
+def store_columns(acc, place, left, out_desc, out_ptr, out_tiles, WG: gl.constexpr, FIRST: gl.constexpr,
                   C: gl.constexpr):
     """Write some columns of out through the warpgroup's buffers, in the order of those, halving what is too wide.
 
@@ -53,11 +53,11 @@ def store_columns(acc, place, left, out_desc, out_ptr, out_tiles, OWN: gl.conste
         HALF: gl.constexpr = acc.shape[1] // 2
         LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
         low, high = acc.reshape([64, 2, HALF]).permute((0, 2, 1)).split()
-        store_columns(gl.convert_layout(low, LAYOUT), place, left, out_desc, out_ptr, out_tiles, OWN, FIRST, C)
-        store_columns(gl.convert_layout(high, LAYOUT), place, left, out_desc, out_ptr, out_tiles, OWN, FIRST + HALF, C)
+        store_columns(gl.convert_layout(low, LAYOUT), place, left, out_desc, out_ptr, out_tiles, WG, FIRST, C)
+        store_columns(gl.convert_layout(high, LAYOUT), place, left, out_desc, out_ptr, out_tiles, WG, FIRST + HALF, C)
     else:
         batch, head, row = place
-        out_tile = out_tiles.index(OWN * C.OUT_SLOTS + FIRST // C.OUT % C.OUT_SLOTS)
+        out_tile = out_tiles.index(WG * C.OUT_SLOTS + FIRST // C.OUT % C.OUT_SLOTS)
         tma_store_wait(C.OUT_SLOTS - 1)
         out_tile.reshape([64, C.OUT]).store(acc.to(out_desc.dtype))
         fence_async_shared()
@@ -126,12 +126,12 @@ def write_partial(result, tile, row, args, C: gl.constexpr):
 
 @gluon.jit
 def await_results():
-    """Wait until what this warpgroup has copied out has arrived in global memory."""
+    """Wait until what this warpgroup has copied out is in global memory, and not only read from shared memory."""
     per_thread_asm("cp.async.bulk.wait_group 0; mov.b32 $0, $1;")
 
 
 @gluon.jit
-def write_tile(result, tile, row, args, out_tiles, OWN: gl.constexpr, C: gl.constexpr):
+def write_tile(result, tile, row, args, out_tiles, WG: gl.constexpr, C: gl.constexpr):
     """Write out and lse of 64 rows (eq. 6)."""
     out_desc, out_ptr, lse_ptr, sinks_ptr, sinks_stride, _partial_ptr, max_ptr = args.outputs
     acc, row_max, row_sum, weight = result
@@ -169,11 +169,11 @@ def write_tile(result, tile, row, args, out_tiles, OWN: gl.constexpr, C: gl.cons
         if stop - row < 64:
             tma_store_wait(0)  # plain stores are not counted when a staging buffer is used again
     for i in gl.static_range(len(C.DV)):
-        store_columns(acc[i], place, stop - row, out_desc, out_ptr, out_tiles, OWN, i * C.DV[0], C)
+        store_columns(acc[i], place, stop - row, out_desc, out_ptr, out_tiles, WG, i * C.DV[0], C)
 
 
 @gluon.jit
-def write(result, tile, row, args, out_tiles, OWN: gl.constexpr, C: gl.constexpr):
+def write(result, tile, row, args, out_tiles, WG: gl.constexpr, C: gl.constexpr):
     """Write what the warpgroup has computed of its 64 rows of a tile, from ``row`` on.
 
     Rows before the first query are all 64 or none, and a copy to where they would be is an illegal instruction.
@@ -187,6 +187,6 @@ def write(result, tile, row, args, out_tiles, OWN: gl.constexpr, C: gl.constexpr
         if tile.split >= 0:
             write_partial(result, tile, row, args, C)
         else:
-            write_tile(result, tile, row, args, out_tiles, OWN, C)
+            write_tile(result, tile, row, args, out_tiles, WG, C)
     else:
-        write_tile(result, tile, row, args, out_tiles, OWN, C)
+        write_tile(result, tile, row, args, out_tiles, WG, C)

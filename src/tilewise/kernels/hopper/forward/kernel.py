@@ -96,7 +96,7 @@ def hide_pairs(s, step, words, view, C: gl.constexpr):
 
 
 @gluon.jit
-def attend_block(step, count, q, state, view, kv, scaling, OWN: gl.constexpr, MASKED: gl.constexpr,
+def attend_block(step, count, q, state, view, kv, scaling, WG: gl.constexpr, MASKED: gl.constexpr,
                  FROZEN_MAX: gl.constexpr, C: gl.constexpr):
     """S of a block, and O += P·V of the block before it; ``count``: the KV pipe's iteration.
 
@@ -111,10 +111,11 @@ def attend_block(step, count, q, state, view, kv, scaling, OWN: gl.constexpr, MA
     bias = bias_of_step(step, view, MASKED, C)
     consumer_wait(kv.full, count, C.KV_STAGES)
     stage = count % C.KV_STAGES
-    order_barrier_wait(OWN, C.PING_PONG)
+    order_barrier_wait(WG, C.PING_PONG)
     s_pending = issue_scores(q, kv.k_tiles, stage, C)
     acc_pending = issue_out(probs, kv.v_tiles, stage, acc, C)
-    order_barrier_arrive(OWN, C.CONSUMERS, C.PING_PONG)
+    order_barrier_arrive(WG, C.CONSUMERS, C.PING_PONG)
+    # P·V stays in flight: an MMA for each chunk of V's columns and part of P.
     s = squashed(warpgroup_mma_wait(len(C.DV) * len(probs), deps=(s_pending,)), scaling.squash, not MASKED)
     s = add_to_scores(s, step, bias, view, scaling, C)
     if MASKED:
@@ -154,32 +155,32 @@ def attend_block(step, count, q, state, view, kv, scaling, OWN: gl.constexpr, MA
 
 
 @gluon.jit
-def attend_blocks(begin, end, count, q, state, view, kv, scaling, OWN: gl.constexpr, MASKED: gl.constexpr,
+def attend_blocks(begin, end, count, q, state, view, kv, scaling, WG: gl.constexpr, MASKED: gl.constexpr,
                   FROZEN_MAX: gl.constexpr, C: gl.constexpr):
-    """Blocks ``begin`` to ``end`` of a tile; returns the next iteration and the state."""
+    """Blocks ``begin`` to ``end`` of a tile, the masked ones first; returns the next iteration and the state."""
     for step in range(begin, end):
-        state = attend_block(step, count, q, state, view, kv, scaling, OWN, MASKED, FROZEN_MAX, C)
+        state = attend_block(step, count, q, state, view, kv, scaling, WG, MASKED, FROZEN_MAX, C)
         count += 1
     return count, state
 
 
 @gluon.jit
-def skip_blocks(begin, end, count, kv, OWN: gl.constexpr, C: gl.constexpr):
+def skip_blocks(begin, end, count, kv, WG: gl.constexpr, C: gl.constexpr):
     """Release all blocks but the first of a tile that has no query for this warpgroup; return the next iteration."""
     for _step in range(begin, end):
         consumer_wait(kv.full, count, C.KV_STAGES)
-        order_barrier_wait(OWN, C.PING_PONG)
-        order_barrier_arrive(OWN, C.CONSUMERS, C.PING_PONG)
+        order_barrier_wait(WG, C.PING_PONG)
+        order_barrier_arrive(WG, C.CONSUMERS, C.PING_PONG)
         consumer_release(kv.empty, count, C.KV_STAGES)
         count += 1
     return count
 
 
 @gluon.jit
-def publish_overflow(overflow, tile_count, flags, tile, OWN: gl.constexpr, C: gl.constexpr):
+def publish_overflow(overflow, tile_count, flags, tile, WG: gl.constexpr, C: gl.constexpr):
     """Tell the producer which rows overflowed; a tile that is computed again has none."""
     if tile.recompute == 0:
-        overflow.flags.index((tile_count & (OVERFLOW_SLOTS - 1)) * C.CONSUMERS + OWN).store(flags)
+        overflow.flags.index((tile_count & (OVERFLOW_SLOTS - 1)) * C.CONSUMERS + WG).store(flags)
 
 
 @gluon.jit
@@ -191,46 +192,46 @@ def await_queries(q_full, stage, tile_count, first, C: gl.constexpr):
 
 
 @gluon.jit
-def attend(args, smem, OWN: gl.constexpr, C: gl.constexpr):
+def attend(args, smem, WG: gl.constexpr, C: gl.constexpr):
     """Consumer, one warpgroup: 64 rows of every tile."""
-    if OWN == C.CONSUMERS - 1:
-        order_barrier_arrive(OWN, C.CONSUMERS, C.PING_PONG)  # the first warpgroup begins
+    if WG == C.CONSUMERS - 1:
+        order_barrier_arrive(WG, C.CONSUMERS, C.PING_PONG)  # the first warpgroup begins
     count = 0
     tile_count = 0
     tile = tile_of_numbers(get_tile(smem.queue, tile_count, tile_size(C), C.SPLIT_KV > 0), C)
     if C.FROZEN_MAX:
         while tile.first != NO_TILE:
-            count, tile_count = attend_tiles(tile, count, tile_count, args, smem, OWN, C)
+            count, tile_count = attend_tiles(tile, count, tile_count, args, smem, WG, C)
             if C.SPLIT_KV > 0:
                 release_tile(smem.queue, tile_count)
-            consumer_release(smem.q.empty, tile_count * C.CONSUMERS + OWN, C.Q_STAGES * C.CONSUMERS)
+            consumer_release(smem.q.empty, tile_count * C.CONSUMERS + WG, C.Q_STAGES * C.CONSUMERS)
             tile_count += 1
             mbarrier.arrive(smem.overflow.drained.index(0), count=1)
             tile = tile_of_numbers(get_tile(smem.queue, tile_count, tile_size(C), C.SPLIT_KV > 0), C)
     else:
-        attend_tiles(tile, count, tile_count, args, smem, OWN, C)
+        attend_tiles(tile, count, tile_count, args, smem, WG, C)
     tma_store_wait(0)
-    if OWN == 0:
-        order_barrier_wait(OWN, C.PING_PONG)  # the last warpgroup has arrived once more than was needed
+    if WG == 0:
+        order_barrier_wait(WG, C.PING_PONG)  # the last warpgroup has arrived once more than was needed
 
 
 @gluon.jit
-def attend_tiles(tile, count, tile_count, args, smem, OWN: gl.constexpr, C: gl.constexpr):
-    """Consumer: all tiles up to a NO_TILE; returns the next iteration of the KV pipe, and how many tiles there were."""
+def attend_tiles(tile, count, tile_count, args, smem, WG: gl.constexpr, C: gl.constexpr):
+    """Consumer: all tiles up to a NO_TILE; returns the next iteration of the KV pipe, and of the Q pipe and queue."""
     kv = smem.kv
     scaling = args.scaling
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_N, 16])
     DTYPE: gl.constexpr = kv.k_tiles[0].dtype
     KEPT: gl.constexpr = C.SPLIT_KV > 0
-    q_stage = OWN
+    q_stage = WG
     kv_stage = 0
     if C.FROZEN_MAX:
-        q_stage = optimization_barrier(tile_count % C.Q_STAGES * C.CONSUMERS + OWN)
+        q_stage = optimization_barrier(tile_count % C.Q_STAGES * C.CONSUMERS + WG)
         kv_stage = optimization_barrier(count % C.KV_STAGES)
     if C.VARLEN or C.SPLIT_KV > 0:  # this CTA's tiles may all lie between the sequences, or be splits without a block
         await_queries(smem.q.full, q_stage, tile_count, tile.first, C)
     else:
-        consumer_wait(smem.q.full, tile_count * C.CONSUMERS + OWN, C.Q_STAGES * C.CONSUMERS)
+        consumer_wait(smem.q.full, tile_count * C.CONSUMERS + WG, C.Q_STAGES * C.CONSUMERS)
     q = Q(smem.q.tiles, q_stage)
     consumer_wait(kv.full, count, C.KV_STAGES)
     s = warpgroup_mma_wait(0, deps=(issue_scores(q, kv.k_tiles, kv_stage, C),))
@@ -239,10 +240,10 @@ def attend_tiles(tile, count, tile_count, args, smem, OWN: gl.constexpr, C: gl.c
     while tile.first != NO_TILE:
         bounds = bounds_of_tile(tile, args.bounds, C)
         blocks = blocks_of_tile(tile, bounds, args.splits, args.plan, C)
-        row = tile.first + OWN * (64 // C.PACK_GQA)
+        row = tile.first + WG * (64 // C.PACK_GQA)
         bits = ()
         if C.MASK_PLAN:
-            bits = bits_of_rows(args.plan, tile.batch, tile.head, tile.first // 64 + OWN)
+            bits = bits_of_rows(args.plan, tile.batch, tile.head, tile.first // 64 + WG)
         view = TileView(row, blocks, bounds, bits, scores_of_tile(tile, args.operands, args.diagonal, C), args.operands,
                         draws_of(tile, row, args.seed, args.grid.heads, args.dropout, C))
         empty_rows = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, S_LAYOUT))
@@ -252,18 +253,18 @@ def attend_tiles(tile, count, tile_count, args, smem, OWN: gl.constexpr, C: gl.c
             masked = blocks.boundary
             if C.FROZEN_MAX:
                 masked = gl.where(tile.recompute != 0, blocks.count, masked)
-        elif C.FROZEN_MAX:  # among the masked blocks is that of the first row's last key: behind them every row saw one
+        elif C.FROZEN_MAX:  # by row - 1 the block of the first row's last key is masked: then every row has seen a key
             masked = masked_blocks_of(row - 1, blocks, bounds, C)
             if C.SINK_BLOCK_FIRST:
                 masked = gl.maximum(masked, gl.minimum(blocks.count, sink_block_of(blocks) + 1))
             masked = gl.where(tile.recompute != 0, blocks.count, masked)
         else:
             masked = masked_blocks_of(row, blocks, bounds, C)
-        q_stage = tile_count % C.Q_STAGES * C.CONSUMERS + OWN
+        q_stage = tile_count % C.Q_STAGES * C.CONSUMERS + WG
         begin = 1
         if C.SKIP_PADDING:
             if row >= bounds.sq:
-                count = skip_blocks(begin, blocks.count, count, kv, OWN, C)
+                count = skip_blocks(begin, blocks.count, count, kv, WG, C)
                 begin = blocks.count
         s = add_to_scores(squashed(s, scaling.squash, False), 0, bias_of_step(0, view, True, C), view, scaling, C)
         if masked >= begin:
@@ -281,40 +282,41 @@ def attend_tiles(tile, count, tile_count, args, smem, OWN: gl.constexpr, C: gl.c
                 consumer_wait(kv.full, count, C.KV_STAGES)
                 clear(kv.v_tiles, optimization_barrier(count % C.KV_STAGES), keep, C)
         count, state = attend_blocks(begin, masked, count, Q(q.tiles, optimization_barrier(q_stage)), state, view, kv,
-                                     scaling, OWN, True, False, C)
+                                     scaling, WG, True, False, C)
         count, state = attend_blocks(gl.maximum(begin, masked), blocks.count, count,
-                                     Q(q.tiles, optimization_barrier(q_stage)), state, view, kv, scaling, OWN, False,
+                                     Q(q.tiles, optimization_barrier(q_stage)), state, view, kv, scaling, WG, False,
                                      C.FROZEN_MAX, C)
 
-        consumer_release(smem.q.empty, tile_count * C.CONSUMERS + OWN, C.Q_STAGES * C.CONSUMERS)
+        consumer_release(smem.q.empty, tile_count * C.CONSUMERS + WG, C.Q_STAGES * C.CONSUMERS)
         tile_count += 1
         after = tile_of_numbers(get_tile(smem.queue, tile_count, tile_size(C), KEPT), C)
-        q_stage = tile_count % C.Q_STAGES * C.CONSUMERS + OWN
+        q_stage = tile_count % C.Q_STAGES * C.CONSUMERS + WG
         if C.Q_STAGES > 1:
             await_queries(smem.q.full, q_stage, tile_count, after.first, C)
         consumer_wait(kv.full, count, C.KV_STAGES)
         kv_stage = count % C.KV_STAGES
-        order_barrier_wait(OWN, C.PING_PONG)
+        order_barrier_wait(WG, C.PING_PONG)
+        # P·V first, unlike in attend_block: out is written while S of the next tile, which may be NO_TILE, is computed.
         acc_pending = issue_out(state.probs, kv.v_tiles, kv_stage, state.acc, C)
-        if C.Q_STAGES == 1:  # they are still in flight: there was no stage for them before
+        if C.Q_STAGES == 1:  # the next queries could not be loaded before this tile's were released
             await_queries(smem.q.full, q_stage, tile_count, after.first, C)
-            q_stage = optimization_barrier(q_stage)  # a constant, like that of the loops
+            q_stage = optimization_barrier(q_stage)  # else ptxas hoists what it has in common with the loops
         q = Q(smem.q.tiles, q_stage)
         s_pending = issue_scores(q, kv.k_tiles, kv_stage, C)
-        order_barrier_arrive(OWN, C.CONSUMERS, C.PING_PONG)
-        acc = finish(acc_pending, len(C.D))
+        order_barrier_arrive(WG, C.CONSUMERS, C.PING_PONG)
+        acc = finish(acc_pending, len(C.D))  # S stays in flight: an MMA for each chunk of Q's columns
         row_sum = state.row_sum
         if C.PARTS == 2:
             row_sum = gl.convert_layout(gl.sum(row_sum, 1), state.shift.type.layout)
         weight = row_sum
         if corrects_rounding(C, DTYPE):
             weight += gl.convert_layout(rounding_of(state.peak, DTYPE), state.shift.type.layout)
-        if KEPT:
+        if KEPT:  # read again: during its blocks it takes no registers
             tile = tile_of_numbers(read_tile(smem.queue, tile_count - 1, tile_size(C)), C)
-            row = tile.first + OWN * (64 // C.PACK_GQA)
+            row = tile.first + WG * (64 // C.PACK_GQA)
         if C.FROZEN_MAX:
-            publish_overflow(smem.overflow, tile_count - 1, overflowed(row_sum, acc, state.shift, DTYPE), tile, OWN, C)
-        write(Rows(acc, scaled_max_of(state.shift, scaling), row_sum, weight), tile, row, args, smem.out_tiles, OWN, C)
+            publish_overflow(smem.overflow, tile_count - 1, overflowed(row_sum, acc, state.shift, DTYPE), tile, WG, C)
+        write(Rows(acc, scaled_max_of(state.shift, scaling), row_sum, weight), tile, row, args, smem.out_tiles, WG, C)
         if KEPT:
             release_tile(smem.queue, tile_count - 1)
             after = tile_of_numbers(read_tile(smem.queue, tile_count, tile_size(C)), C)
@@ -327,7 +329,7 @@ def attend_tiles(tile, count, tile_count, args, smem, OWN: gl.constexpr, C: gl.c
 
 @gluon.constexpr_function
 def registers(consumers):
-    """Registers a thread of a consumer; the rest of 65536 goes to the first one, which the compiler gives it."""
+    """Registers a thread of each consumer but the first, the default partition: Triton gives it what is left."""
     return 240 if consumers == 2 else 160
 
 

@@ -45,7 +45,7 @@ def load_rows(descs, place, barrier, tiles, stage):
 
 @gluon.jit
 def load_kv(args, smem, count, k_place, v_place, C: gl.constexpr):
-    """Producer: load K and V of one iteration; a place outside the tensor gives zeros and moves nothing."""
+    """Producer: load K and V of one iteration; outside of the tensor TMA fills in zeros, which count as bytes."""
     kv = smem.kv
     producer_acquire(kv.empty, count, C.KV_STAGES)
     stage = count % C.KV_STAGES

@@ -71,7 +71,7 @@ def add_to_scores(s, step, bias, view, scaling, C: gl.constexpr):
         if C.HAS_BIAS:
             pairs = pairs + bias.to(gl.float32)
         if C.HAS_ALIBI:
-            nearest = view.row + view.scores.diagonal - kv_block_start(step, view.blocks, C)
-            pairs = pairs - slope_times_distance(s, nearest, view.scores.slope, False, C.SEES_AHEAD)
+            corner = view.row + view.scores.diagonal - kv_block_start(step, view.blocks, C)
+            pairs = pairs - slope_times_distance(s, corner, view.scores.slope, False, C.SEES_AHEAD)
         s = gl.convert_layout(pairs.reshape(s.shape), s.type.layout)
     return s

@@ -67,7 +67,7 @@ class Descriptors(NamedTuple):
 class Args(NamedTuple):
     """What the launch gives to every warp.
 
-    group: query heads a kv head. plan: a mask_plan.MaskPlan. operands, diagonal: of scores.scores_of_tile. seed,
+    group: query heads per kv head. plan: a mask_plan.MaskPlan. operands, diagonal: of scores.scores_of_tile. seed,
     dropout: of dropout.draws_of.
     """
 
