@@ -97,13 +97,13 @@ def problem_of(sizes, b, heads, mask, sequences):
 
 def arguments(problem, operands):
     numbers, constants = bound_forward(problem, CONFIG).scalars
-    assert numbers.count == operands[-1]
+    assert numbers.num_sequences == operands[-1]
     return numbers.grid, numbers.bounds, operands, constants
 
 
 def arguments_of_backward(problem, operands):
     numbers, constants = bound_backward(problem, HopperD128Config()).scalars
-    assert numbers.count == operands[-1]
+    assert numbers.num_sequences == operands[-1]
     return numbers.grid, numbers.bounds, operands, constants
 
 

@@ -126,15 +126,16 @@ class DropoutNumbers(NamedTuple):
 class ForwardNumbers(NamedTuple):
     """The numbers of a forward launch.
 
-    group: query heads a kv head. count: how many sequences there are whose lengths are on the device, else None.
-    sinks_stride: None of 1, and without sinks. plan: with C.MASK_PLAN a PlanNumbers. diagonal: with ALiBi, where
-    lengths are not on the device, the key that query 0 is at no distance from, counted from the first one that is seen.
+    group: query heads per kv head. num_sequences: how many there are where their lengths are on the device,
+    else None. sinks_stride: None of 1, and without sinks. plan: with C.MASK_PLAN a PlanNumbers. diagonal: with ALiBi,
+    where lengths are not on the device, the key that query 0 is at no distance from, counted from the first one that is
+    seen.
     """
 
     grid: Any
     bounds: Any
     group: Any
-    count: Any
+    num_sequences: Any
     scaling: Any
     splits: Any
     sinks_stride: Any
@@ -167,7 +168,7 @@ class BackwardPointers(NamedTuple):
 
 
 class BackwardNumbers(NamedTuple):
-    """The numbers of a backward launch. group, count, plan, diagonal: as in ForwardNumbers.
+    """The numbers of a backward launch. group, num_sequences, plan, diagonal: as in ForwardNumbers.
 
     slopes_b, slopes_h: strides of ALiBi's slopes, in elements, 0 along a dim that is shared. Without ALiBi these and
     diagonal are None.
@@ -177,7 +178,7 @@ class BackwardNumbers(NamedTuple):
     bounds: Any
     group: Any
     scales: Any
-    count: Any = None
+    num_sequences: Any = None
     dropout: Any = DropoutNumbers()
     plan: Any = None
     slopes_b: Any = None
@@ -221,7 +222,7 @@ class BiasGrid(NamedTuple):
 class Sharing(NamedTuple):
     """Which batch entries and heads share a bias head, its members: ``members`` in all.
 
-    own_heads: heads of the bias. shared_heads: members in a batch entry. group: query heads a kv head.
+    own_heads: heads of the bias. shared_heads: members in a batch entry. group: query heads per kv head.
     """
 
     own_heads: Any

@@ -37,9 +37,10 @@ class WorkTile(NamedTuple):
     first: query of its sequence or batch entry; negative for rows in front of the first one. head: of q, or of k with
     C.PACK_GQA. batch: with C.HAS_CU_SEQLENS its sequence, the last one for rows behind them all. With C.VARLEN,
     row_start and rows: where the sequence lies in its tensor, and how many rows it has there; sq, sk: its queries, and
-    its keys that are seen; with C.BOTTOM_RIGHT, shift: by how much its diagonal moves. With C.SPLIT_KV, split: which of
-    the tile's splits this is, -1 for a tile that is not split. With C.FROZEN_MAX, recompute: not 0 where the tile
-    overflowed and is computed again. With C.MASK_PLAN, blocks: how many its list has, of which ``partial`` come first.
+    its keys that are seen; with C.BOTTOM_RIGHT, diagonal: the key that its query 0 stands on. With C.SPLIT_KV, split:
+    which of the tile's splits this is, -1 for a tile that is not split. With C.FROZEN_MAX, recompute: not 0 where the
+    tile overflowed and is computed again. With C.MASK_PLAN, blocks: how many its list has, of which ``partial`` come
+    first.
     """
 
     first: Any
@@ -49,7 +50,7 @@ class WorkTile(NamedTuple):
     rows: Any
     sq: Any
     sk: Any
-    shift: Any
+    diagonal: Any
     split: Any
     recompute: Any
     partial: Any = 0
@@ -84,7 +85,7 @@ def numbers_of_tile(tile, C: gl.constexpr):
     if C.VARLEN:
         numbers = numbers + (tile.row_start, tile.rows, tile.sq, tile.sk)
         if C.BOTTOM_RIGHT:
-            numbers = numbers + (tile.shift,)
+            numbers = numbers + (tile.diagonal,)
     elif C.SPLIT_KV > 0:
         numbers = numbers + (tile.split,)
     elif C.MASK_PLAN:
@@ -108,17 +109,17 @@ def tile_of_numbers(numbers, C: gl.constexpr):
 
 
 @gluon.jit
-def sequence_of(cu_seqlens, count, slot, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Find the packed sequence that a slot of ROWS rows belongs to; ``count`` for the rows past the last one.
+def sequence_of(cu_seqlens, num_sequences, slot, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Find the packed sequence that a slot of ROWS rows belongs to; ``num_sequences`` for the rows past the last one.
 
     Sequence n owns the slots from cu_seqlens[n] div ROWS + n on: no less than its rows need, since
     ceil((b − a) / ROWS) <= b div ROWS − a div ROWS + 1. The first one owns them from 0 on (see border_at).
     """
     sequence = 0
-    for first in range(1, count + 1, _CHUNK):
+    for first in range(1, num_sequences + 1, _CHUNK):
         numbers = first + gl.arange(0, _CHUNK, layout=LAYOUT)
-        begins = gl.load(cu_seqlens + numbers, mask=numbers <= count, other=0).to(gl.int32) // ROWS + numbers
-        sequence += gl.sum(((begins <= slot) & (numbers <= count)).to(gl.int32), 0)
+        begins = gl.load(cu_seqlens + numbers, mask=numbers <= num_sequences, other=0).to(gl.int32) // ROWS + numbers
+        sequence += gl.sum(((begins <= slot) & (numbers <= num_sequences)).to(gl.int32), 0)
     return sequence
 
 
@@ -132,18 +133,18 @@ def border_at(cu_seqlens, number):
 
 
 @gluon.jit
-def extent(cu_seqlens, seqlens, sequence, count, total):
+def extent(cu_seqlens, seqlens, sequence, num_sequences, total):
     """Return where a sequence begins in its tensor, the rows it has there, and how many of them take part."""
     begin = 0
     rows = total
     length = total
     if cu_seqlens is not None:
         begin = border_at(cu_seqlens, sequence)
-        stop = border_at(cu_seqlens, gl.minimum(sequence + 1, count))
-        rows = gl.where(sequence < count, stop, total) - begin
+        stop = border_at(cu_seqlens, gl.minimum(sequence + 1, num_sequences))
+        rows = gl.where(sequence < num_sequences, stop, total) - begin
         length = stop - begin  # 0 past the last sequence
     if seqlens is not None:
-        length = gl.minimum(gl.load(seqlens + sequence, mask=sequence < count, other=0).to(gl.int32), rows)
+        length = gl.minimum(gl.load(seqlens + sequence, mask=sequence < num_sequences, other=0).to(gl.int32), rows)
     return begin, rows, length
 
 
@@ -155,16 +156,16 @@ def locate_tile(number, grid, bounds, lengths, C: gl.constexpr):
     """
     first, head, batch = tile_at(number, grid, bounds.sq, C)
     if C.VARLEN:
-        cu_q, cu_k, seqlens_q, seqlens_k, count = lengths
+        cu_q, cu_k, seqlens_q, seqlens_k, num_sequences = lengths
         sequence = batch
         if C.HAS_CU_SEQLENS:
             ROWS: gl.constexpr = 64 * C.CONSUMERS
-            sequence = sequence_of(cu_q, count, first // ROWS, ROWS, _FOUR_A_THREAD)
-        row_q, rows, sq = extent(cu_q, seqlens_q, sequence, count, bounds.sq)
-        row_k, _rows, sk = extent(cu_k, seqlens_k, sequence, count, bounds.sk)
+            sequence = sequence_of(cu_q, num_sequences, first // ROWS, ROWS, _FOUR_A_THREAD)
+        row_q, rows, sq = extent(cu_q, seqlens_q, sequence, num_sequences, bounds.sq)
+        row_k, _rows, sk = extent(cu_k, seqlens_k, sequence, num_sequences, bounds.sk)
         if C.HAS_CU_SEQLENS:
             first -= (row_q // ROWS + sequence) * ROWS
-            batch = gl.minimum(sequence, count - 1)
+            batch = gl.minimum(sequence, num_sequences - 1)
         shift = sk - sq
         seen = sk
         if C.HAS_UPPER:
@@ -182,15 +183,15 @@ def locate_keys(tile, bounds, lengths, C: gl.constexpr):
     Keys that no query sees count as if they were behind the sequence, and queries that see no key too, but for those at
     its beginning: the dQ accumulator lies on a grid from its first query on. A tile without a key has no queries.
     """
-    cu_q, cu_k, seqlens_q, seqlens_k, count = lengths
+    cu_q, cu_k, seqlens_q, seqlens_k, num_sequences = lengths
     total_q, total_k, lower, upper = bounds
     first = tile.first
     sequence = tile.batch
     if C.HAS_CU_SEQLENS:
         ROWS: gl.constexpr = 64 * C.CONSUMERS
-        sequence = sequence_of(cu_k, count, first // ROWS, ROWS, FOUR_WARPS)
-    row_q, _rows, sq = extent(cu_q, seqlens_q, sequence, count, total_q)
-    row_k, rows, sk = extent(cu_k, seqlens_k, sequence, count, total_k)
+        sequence = sequence_of(cu_k, num_sequences, first // ROWS, ROWS, FOUR_WARPS)
+    row_q, _rows, sq = extent(cu_q, seqlens_q, sequence, num_sequences, total_q)
+    row_k, rows, sk = extent(cu_k, seqlens_k, sequence, num_sequences, total_k)
     first_block = 0
     if C.HAS_CU_SEQLENS:
         first -= (row_k // ROWS + sequence) * ROWS
@@ -212,7 +213,7 @@ def locate_keys(tile, bounds, lengths, C: gl.constexpr):
     numbers = (first, tile.head, tile.batch, q_end, k_end, lower, upper, row_q, row_k, q_begin, k_begin, rows,
                first_block)
     if C.HAS_DROPOUT or C.HAS_ALIBI:
-        numbers = numbers + (gl.minimum(sequence, count - 1),)  # behind them all the last one
+        numbers = numbers + (gl.minimum(sequence, num_sequences - 1),)  # behind them all the last one
     if C.HAS_ALIBI:
         numbers = numbers + (sk - sq if C.BOTTOM_RIGHT else 0,)
     return numbers
@@ -286,12 +287,12 @@ def sequence_rows_of(metadata, bounds, C: gl.constexpr):
 
 
 @gluon.jit
-def dq_parts_of(metadata, sq, count, WG: gl.constexpr, C: gl.constexpr):
+def dq_parts_of(metadata, sq, num_sequences, WG: gl.constexpr, C: gl.constexpr):
     """Return how many parts a query head has in the dQ accumulator, and a consumer's first; ``sq``: rows of a head."""
     blocks = (sq + (QUERIES - 1)) // QUERIES
     first = WG
     if C.HAS_CU_SEQLENS:
-        blocks = sq // QUERIES + count + 1
+        blocks = sq // QUERIES + num_sequences + 1
     if C.VARLEN:
         first += load_tile_metadata(metadata, _FIRST_BLOCK, 4) * C.CONSUMERS
     return blocks * C.CONSUMERS, first
@@ -301,7 +302,7 @@ def dq_parts_of(metadata, sq, count, WG: gl.constexpr, C: gl.constexpr):
 def bounds_of_tile(tile, bounds, C: gl.constexpr):
     """Return the mask's bounds for a work tile: where lengths are data, those of its sequence."""
     if C.VARLEN:
-        shift = tile.shift if C.BOTTOM_RIGHT else 0
+        shift = tile.diagonal if C.BOTTOM_RIGHT else 0
         return MaskBounds(tile.sq, tile.sk, bounds.lower + shift, bounds.upper + shift)
     else:
         return bounds

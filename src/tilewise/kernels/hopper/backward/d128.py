@@ -454,7 +454,7 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, lse, delta_ptr, dk
     metadata = ()
     if C.VARLEN:
         metadata = store_tile_metadata(locate_keys(
-            tile, numbers.bounds, (lengths.cu_q, lengths.cu_k, lengths.q, lengths.k, numbers.count), C))
+            tile, numbers.bounds, (lengths.cu_q, lengths.cu_k, lengths.q, lengths.k, numbers.num_sequences), C))
     seed = ()
     if C.HAS_DROPOUT:
         number = gl.load(pointers.seed)
@@ -465,7 +465,7 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, lse, delta_ptr, dk
                 DQTarget(accum, workspace_ptr, workspace_ptr, dq_desc, scales.gradient), grid, numbers.bounds,
                 numbers.group, scales,
                 dropout.Dropout(seed, settings.threshold, settings.dv_scale, settings.origin_q, settings.origin_k),
-                numbers.count, tile, workspace_ptr, plan,
+                numbers.num_sequences, tile, workspace_ptr, plan,
                 Alibi(pointers.slopes, numbers.slopes_b, numbers.slopes_h, numbers.diagonal))
     smem = Smem(kv, q_pipe, dout_pipe, row_stats, dscores, dq_stage, queue, metadata)
     ZERO: gl.constexpr = 0

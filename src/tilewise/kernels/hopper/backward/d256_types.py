@@ -60,7 +60,7 @@ class Outputs(NamedTuple):
 
 
 class Args(NamedTuple):
-    """What the launch gives to every warp of the kernels that own keys. group: query heads a kv head.
+    """What the launch gives to every warp of the kernels that own keys. group: query heads per kv head.
 
     tile: the CTA's tile of keys. accum_ptr: the dQ accumulator, of d192.py.
     """
@@ -76,7 +76,7 @@ class Args(NamedTuple):
 
 
 class DQArgs(NamedTuple):
-    """What the launch gives to every warp of dq_d256.py. group: query heads a kv head.
+    """What the launch gives to every warp of dq_d256.py. group: query heads per kv head.
 
     tile: the CTA's tile of queries; dq: descriptors, one for each chunk of columns.
     """

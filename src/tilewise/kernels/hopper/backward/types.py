@@ -68,7 +68,7 @@ class Outputs(NamedTuple):
 
 
 class Args(NamedTuple):
-    """What the launch gives to every warp. group: query heads a kv head; num_sequences: None but for C.VARLEN.
+    """What the launch gives to every warp. group: query heads per kv head; num_sequences: None but for C.VARLEN.
 
     tile: the CTA's tile of keys, where it has one. tile_counter: the dynamic tile scheduler's. plan: a
     mask_plan.MaskPlan. alibi: an Alibi.

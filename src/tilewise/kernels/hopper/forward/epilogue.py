@@ -34,16 +34,16 @@ class Outputs(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What a warpgroup has computed of 64 rows: O is divided by ``weight``, and lse is ln(2^row_max * row_sum)."""
+    """What a warpgroup has computed of 64 rows: O is divided by ``divisor``, and lse is ln(2^row_max * row_sum)."""
 
     acc: Any
     row_max: Any
     row_sum: Any
-    weight: Any
+    divisor: Any
 
 
 @gluon.jit
-def store_columns(acc, place, left, out_desc, out_ptr, out_tiles, WG: gl.constexpr, FIRST: gl.constexpr,
+def store_columns(acc, coord, left, out_desc, out_ptr, out_tiles, WG: gl.constexpr, FIRST: gl.constexpr,
                   C: gl.constexpr):
     """Write some columns of out through the warpgroup's buffers, in the order of those, halving what is too wide.
 
@@ -53,10 +53,10 @@ def store_columns(acc, place, left, out_desc, out_ptr, out_tiles, WG: gl.constex
         HALF: gl.constexpr = acc.shape[1] // 2
         LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
         low, high = acc.reshape([64, 2, HALF]).permute((0, 2, 1)).split()
-        store_columns(gl.convert_layout(low, LAYOUT), place, left, out_desc, out_ptr, out_tiles, WG, FIRST, C)
-        store_columns(gl.convert_layout(high, LAYOUT), place, left, out_desc, out_ptr, out_tiles, WG, FIRST + HALF, C)
+        store_columns(gl.convert_layout(low, LAYOUT), coord, left, out_desc, out_ptr, out_tiles, WG, FIRST, C)
+        store_columns(gl.convert_layout(high, LAYOUT), coord, left, out_desc, out_ptr, out_tiles, WG, FIRST + HALF, C)
     else:
-        batch, head, row = place
+        batch, head, row = coord
         out_tile = out_tiles.index(WG * C.OUT_SLOTS + FIRST // C.OUT % C.OUT_SLOTS)
         tma_store_wait(C.OUT_SLOTS - 1)
         out_tile.reshape([64, C.OUT]).store(acc.to(out_desc.dtype))
@@ -65,7 +65,7 @@ def store_columns(acc, place, left, out_desc, out_ptr, out_tiles, WG: gl.constex
             if left >= 64:
                 tma_store(out_desc, [batch, head, row, FIRST], out_tile)
             else:
-                store_some(out_tile, out_ptr, out_desc, place, left, FIRST, C.OUT)
+                store_some(out_tile, out_ptr, out_desc, coord, left, FIRST, C.OUT)
         elif C.PACK_GQA > 1:
             tma_store(out_desc, [batch, head, row, 0, FIRST], out_tile)
         else:
@@ -73,11 +73,11 @@ def store_columns(acc, place, left, out_desc, out_ptr, out_tiles, WG: gl.constex
 
 
 @gluon.jit
-def lse_rows_of(tile, row, rows, stop, sq, heads, group, C: gl.constexpr):
-    """Return where a head's rows of lse begin (with C.PACK_GQA each row's), which rows exist, and each row's head."""
+def lse_rows_of(tile, row, rows, num_rows, sq, heads, group, C: gl.constexpr):
+    """Return where a head's rows of lse begin (with C.PACK_GQA each row's), which exist, and each row's head."""
     head = tile.head
     batch = 0 if C.HAS_CU_SEQLENS else tile.batch
-    inside = row + rows // C.PACK_GQA < stop
+    inside = row + rows // C.PACK_GQA < num_rows
     lse_row = (batch * heads + head).to(gl.int64) * sq
     if C.PACK_GQA > 1:
         inside = inside & (rows % C.PACK_GQA < group)
@@ -119,7 +119,7 @@ def write_partial(result, tile, row, args, C: gl.constexpr):
     used = gl.minimum(num_splits, kv_blocks_of(tile.first, args.bounds, C).count)
     for unused in range(gl.where(tile.split == 0, used, num_splits), num_splits):
         gl.store(partials + (unused * FLOATS + FLOATS - 8), empty, mask=inside)
-    acc = rescale(result.acc, 1.0 / gl.where(result.weight == 0.0, 1.0, result.weight))
+    acc = rescale(result.acc, 1.0 / gl.where(result.divisor == 0.0, 1.0, result.divisor))
     for i in gl.static_range(len(C.DV)):
         store_partial_columns(acc[i], partials, inside, i * C.DV[0])
 
@@ -134,30 +134,30 @@ def await_results():
 def write_tile(result, tile, row, args, out_tiles, WG: gl.constexpr, C: gl.constexpr):
     """Write out and lse of 64 rows (eq. 6)."""
     out_desc, out_ptr, lse_ptr, sinks_ptr, sinks_stride, _partial_ptr, max_ptr = args.outputs
-    acc, row_max, row_sum, weight = result
+    acc, row_max, row_sum, divisor = result
     batch = 0 if C.HAS_CU_SEQLENS else tile.batch
-    begin, stop, length = rows_of(tile, args.bounds.sq, C)
+    row_start, num_rows, length = rows_of(tile, args.bounds.sq, C)
     if C.FROZEN_MAX:
         if tile.recompute != 0:
             await_results()  # two copies to one place arrive in any order
-    place = (batch, tile.head, begin + row)
+    coord = (batch, tile.head, row_start + row)
     rows = gl.arange(0, 64, layout=row_sum.type.layout)
-    lse_row, inside, head = lse_rows_of(tile, row, rows, stop, args.bounds.sq, args.grid.heads, args.group, C)
+    lse_row, inside, head = lse_rows_of(tile, row, rows, num_rows, args.bounds.sq, args.grid.heads, args.group, C)
     if max_ptr is not None:  # before the sink, which is no score
         largest = row_max * LN2
         if C.VARLEN:
             largest = gl.where(row + rows < length, largest, float("-inf"))
-        gl.store(max_ptr + lse_row + (begin + row + rows // C.PACK_GQA), largest, mask=inside)
+        gl.store(max_ptr + lse_row + (row_start + row + rows // C.PACK_GQA), largest, mask=inside)
     if sinks_ptr is not None:
         row_max, decay, of_sink = add_sink(row_max, sinks_ptr, sinks_stride, head)
         row_sum = row_sum * decay + of_sink
-        weight = weight * decay + of_sink
+        divisor = divisor * decay + of_sink
     sum_or_one = gl.where(row_sum == 0.0, 1.0, row_sum)
     lse = (row_max + gl.log2(sum_or_one)) * LN2
     if C.VARLEN:
         lse = gl.where(row + rows < length, lse, float("-inf"))
-    gl.store(lse_ptr + lse_row + (begin + row + rows // C.PACK_GQA), lse, mask=inside)
-    normalizer = 1.0 / gl.where(weight == 0.0, 1.0, weight)
+    gl.store(lse_ptr + lse_row + (row_start + row + rows // C.PACK_GQA), lse, mask=inside)
+    normalizer = 1.0 / gl.where(divisor == 0.0, 1.0, divisor)
     if sinks_ptr is not None:
         normalizer = normalizer * decay
     if C.HAS_DROPOUT:
@@ -166,10 +166,10 @@ def write_tile(result, tile, row, args, out_tiles, WG: gl.constexpr, C: gl.const
     if C.VARLEN:
         acc = blank(acc, length - row)
     if C.HAS_CU_SEQLENS and C.OUT_SLOTS > 1:
-        if stop - row < 64:
+        if num_rows - row < 64:
             tma_store_wait(0)  # plain stores are not counted when a staging buffer is used again
     for i in gl.static_range(len(C.DV)):
-        store_columns(acc[i], place, stop - row, out_desc, out_ptr, out_tiles, WG, i * C.DV[0], C)
+        store_columns(acc[i], coord, num_rows - row, out_desc, out_ptr, out_tiles, WG, i * C.DV[0], C)
 
 
 @gluon.jit

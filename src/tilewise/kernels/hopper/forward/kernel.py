@@ -22,7 +22,7 @@ from tilewise.kernels.hopper.compat import COPIES_LEFT_OPERANDS, tma_store_wait
 from tilewise.kernels.hopper.forward.dropout import draws_of, drop
 from tilewise.kernels.hopper.forward.epilogue import Outputs, Rows, floats_per_partial, write
 from tilewise.kernels.hopper.forward.producer import load
-from tilewise.kernels.hopper.forward.scores import add_to_scores, bias_of_step, scores_of_tile
+from tilewise.kernels.hopper.forward.scores import add_to_scores, bias_of_step, score_mod_of_tile
 from tilewise.kernels.hopper.forward.split_kv import blocks_of_tile
 from tilewise.kernels.hopper.forward.types import (
     Args,
@@ -244,7 +244,8 @@ def attend_tiles(tile, count, tile_count, args, smem, WG: gl.constexpr, C: gl.co
         bits = ()
         if C.MASK_PLAN:
             bits = bits_of_rows(args.plan, tile.batch, tile.head, tile.first // 64 + WG)
-        view = TileView(row, blocks, bounds, bits, scores_of_tile(tile, args.operands, args.diagonal, C), args.operands,
+        score_mod = score_mod_of_tile(tile, args.operands, args.diagonal, C)
+        view = TileView(row, blocks, bounds, bits, score_mod, args.operands,
                         draws_of(tile, row, args.seed, args.grid.heads, args.dropout, C))
         empty_rows = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, S_LAYOUT))
         if C.MASK_PLAN:
@@ -308,15 +309,15 @@ def attend_tiles(tile, count, tile_count, args, smem, WG: gl.constexpr, C: gl.co
         row_sum = state.row_sum
         if C.PARTS == 2:
             row_sum = gl.convert_layout(gl.sum(row_sum, 1), state.shift.type.layout)
-        weight = row_sum
+        divisor = row_sum
         if corrects_rounding(C, DTYPE):
-            weight += gl.convert_layout(rounding_of(state.peak, DTYPE), state.shift.type.layout)
+            divisor += gl.convert_layout(rounding_of(state.peak, DTYPE), state.shift.type.layout)
         if KEPT:  # read again: during its blocks it takes no registers
             tile = tile_of_numbers(read_tile(smem.queue, tile_count - 1, tile_size(C)), C)
             row = tile.first + WG * (64 // C.PACK_GQA)
         if C.FROZEN_MAX:
             publish_overflow(smem.overflow, tile_count - 1, overflowed(row_sum, acc, state.shift, DTYPE), tile, WG, C)
-        write(Rows(acc, scaled_max_of(state.shift, scaling), row_sum, weight), tile, row, args, smem.out_tiles, WG, C)
+        write(Rows(acc, scaled_max_of(state.shift, scaling), row_sum, divisor), tile, row, args, smem.out_tiles, WG, C)
         if KEPT:
             release_tile(smem.queue, tile_count - 1)
             after = tile_of_numbers(read_tile(smem.queue, tile_count, tile_size(C)), C)
@@ -365,7 +366,7 @@ def hopper_forward_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, out_de
     if C.SPLIT_KV > 0:
         partial_ptr += splits.first_row.to(gl.int64) * splits.num_splits * -floats_per_partial(C.DV)
     args = Args(descs, numbers.grid, numbers.bounds, numbers.group, numbers.scaling,
-                (lengths.cu_q, lengths.cu_k, lengths.q, lengths.k, numbers.count), splits,
+                (lengths.cu_q, lengths.cu_k, lengths.q, lengths.k, numbers.num_sequences), splits,
                 MaskPlan(pointers.lists, pointers.bits, numbers.plan), operands, numbers.diagonal,
                 pointers.seed, numbers.dropout,
                 Outputs(out_desc, pointers.out, lse_ptr, pointers.sinks, numbers.sinks_stride, partial_ptr,

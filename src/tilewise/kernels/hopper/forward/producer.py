@@ -31,9 +31,9 @@ def bytes_of(rows, widths):
 
 
 @gluon.jit
-def load_rows(descs, place, barrier, tiles, stage):
-    """Producer: load every chunk of some rows into a stage; ``place``: (batch, head, row)."""
-    batch, head, row = place
+def load_rows(descs, coord, barrier, tiles, stage):
+    """Producer: load every chunk of some rows into a stage; ``coord``: (batch, head, row)."""
+    batch, head, row = coord
     RANK: gl.constexpr = len(descs[0].block_type.shape)
     for i in gl.static_range(len(descs)):
         if RANK == 5:  # (b, hk, sq, group, d)
@@ -44,20 +44,20 @@ def load_rows(descs, place, barrier, tiles, stage):
 
 
 @gluon.jit
-def load_kv(args, smem, count, k_place, v_place, C: gl.constexpr):
+def load_kv(args, smem, count, k_coord, v_coord, C: gl.constexpr):
     """Producer: load K and V of one iteration; outside of the tensor TMA fills in zeros, which count as bytes."""
     kv = smem.kv
     producer_acquire(kv.empty, count, C.KV_STAGES)
     stage = count % C.KV_STAGES
     mbarrier.expect(kv.full.index(stage), bytes_of(C.BLOCK_N, C.D) + bytes_of(C.BLOCK_N, C.DV))
-    load_rows(args.descs.k, k_place, kv.full.index(stage), kv.k_tiles, stage)
-    load_rows(args.descs.v, v_place, kv.full.index(stage), kv.v_tiles, stage)
+    load_rows(args.descs.k, k_coord, kv.full.index(stage), kv.k_tiles, stage)
+    load_rows(args.descs.v, v_coord, kv.full.index(stage), kv.v_tiles, stage)
 
 
 @gluon.jit
-def load_queries(args, smem, tile_count, place, C: gl.constexpr):
-    """Producer: load the queries of every warpgroup, from a place on."""
-    batch, head, row = place
+def load_queries(args, smem, tile_count, coord, C: gl.constexpr):
+    """Producer: load the queries of every warpgroup; ``coord``: of the first of them."""
+    batch, head, row = coord
     CONSUMERS: gl.constexpr = C.CONSUMERS
     for i in gl.static_range(CONSUMERS):
         stage = tile_count % C.Q_STAGES * C.CONSUMERS + i
@@ -68,16 +68,16 @@ def load_queries(args, smem, tile_count, place, C: gl.constexpr):
 
 
 @gluon.jit
-def load_first(args, smem, tile, row_k, tile_count, count, v_place, C: gl.constexpr):
+def load_first(args, smem, tile, row_k, tile_count, count, v_coord, C: gl.constexpr):
     """Producer: load the keys of a tile's first block, with the last values of the tile before, and its queries.
 
-    Returns the tile's blocks, and the place of the keys.
+    Returns the tile's blocks, and the coordinates of the keys.
     """
     head_k = tile.head if C.PACK_GQA > 1 else tile.head // args.group
     blocks = blocks_of_tile(tile, bounds_of_tile(tile, args.bounds, C), args.splits, args.plan, C)
     row = row_k + kv_block_start(0, blocks, C)
     batch = 0 if C.HAS_CU_SEQLENS else tile.batch
-    load_kv(args, smem, count, (batch, head_k, row), v_place, C)
+    load_kv(args, smem, count, (batch, head_k, row), v_coord, C)
     first_row = rows_of(tile, args.bounds.sq, C)[0] + tile.first
     load_queries(args, smem, tile_count, (batch, tile.head, first_row), C)
     return blocks, batch, head_k, row
@@ -126,20 +126,20 @@ def load(args, smem, counter, C: gl.constexpr):
 
 
 @gluon.jit
-def overflow_of(overflow, place, C: gl.constexpr):
+def overflow_of(overflow, checked, C: gl.constexpr):
     """Producer: 1 if some row of a tile overflowed, else 0."""
     CONSUMERS: gl.constexpr = C.CONSUMERS
     flags = gl.full([64], 0, gl.int8, layout=ONE_WARP)
     for i in gl.static_range(CONSUMERS):
-        flags |= overflow.flags.index((place & (OVERFLOW_SLOTS - 1)) * C.CONSUMERS + i).load(ONE_WARP)
+        flags |= overflow.flags.index((checked & (OVERFLOW_SLOTS - 1)) * C.CONSUMERS + i).load(ONE_WARP)
     return gl.max(flags.to(gl.int32), 0)
 
 
 @gluon.jit
-def retake_tile(overflow, place, C: gl.constexpr):
+def retake_tile(overflow, checked, C: gl.constexpr):
     """Producer: return the number of a tile that overflowed, and clear its flags."""
     CONSUMERS: gl.constexpr = C.CONSUMERS
-    slot = place & (OVERFLOW_SLOTS - 1)
+    slot = checked & (OVERFLOW_SLOTS - 1)
     for i in gl.static_range(CONSUMERS):
         overflow.flags.index(slot * C.CONSUMERS + i).store(gl.full([64], 0, gl.int8, layout=ONE_WARP))
     return gl.sum(overflow.numbers.index(slot).load(ONE_WARP), 0)
@@ -149,10 +149,10 @@ def retake_tile(overflow, place, C: gl.constexpr):
 def load_with_recompute(number, total, count, tile_count, batch, head_k, row, args, smem, counter, C: gl.constexpr):
     """Producer: keep the pipes full, and publish a tile that overflowed once more.
 
-    ``place``: of the tile whose flags are looked at next, while another tile is loaded, or behind the last number.
+    ``checked``: of the tile whose flags are looked at next, while another tile is loaded, or behind the last number.
     """
     overflow = smem.overflow
-    place = -OVERFLOW_LAG
+    checked = -OVERFLOW_LAG
     last = 1 << 30
     has_overflowed = 0
     drains = 0
@@ -162,7 +162,7 @@ def load_with_recompute(number, total, count, tile_count, batch, head_k, row, ar
             recompute = has_overflowed
             own = number
             if recompute != 0:
-                own = retake_tile(overflow, place - 1, C)
+                own = retake_tile(overflow, checked - 1, C)
             tile, row_k, exists = locate_work_tile(own, args.grid, args.bounds, args.lengths, args.splits, args.plan, C)
             if exists:
                 publish_tile(smem.queue, tile_count, numbers_of_tile(tile, C) + (recompute,), tile_size(C))
@@ -170,8 +170,8 @@ def load_with_recompute(number, total, count, tile_count, batch, head_k, row, ar
                     gl.full([1], 0, gl.int32, layout=ONE_WARP) + own)
                 blocks, batch, head_k, row = load_first(args, smem, tile, row_k, tile_count, count,
                                                         (batch, head_k, row), C)
-                has_overflowed = overflow_of(overflow, place, C)  # now, since no stage is free for more keys yet
-                place += 1
+                has_overflowed = overflow_of(overflow, checked, C)  # now, since no stage is free for more keys yet
+                checked += 1
                 count, row = load_blocks(args, smem, count + 1, blocks, row_k, batch, head_k, row, C)
                 tile_count += 1
             if recompute == 0:
@@ -188,7 +188,7 @@ def load_with_recompute(number, total, count, tile_count, batch, head_k, row, ar
                 tile_count += 1
                 mbarrier.wait(overflow.drained.index(0), drains & 1)
                 drains += 1
-            has_overflowed = overflow_of(overflow, place, C)
-            place += 1
-            running = (place < last) | (has_overflowed != 0)
+            has_overflowed = overflow_of(overflow, checked, C)
+            checked += 1
+            running = (checked < last) | (has_overflowed != 0)
     publish_tile(smem.queue, tile_count, (NO_TILE, 0, 0), tile_size(C))

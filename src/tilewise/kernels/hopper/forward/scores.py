@@ -9,7 +9,7 @@ from tilewise.kernels.hopper.alibi import as_pairs, places_of, slope_of, slope_t
 from tilewise.kernels.hopper.mask_ranges import kv_block_start
 
 
-class TileScores(NamedTuple):
+class ScoreMod(NamedTuple):
     """What is added to the scores of a work tile; () in the place of what a call has not.
 
     bias: a pointer to that of its head. slope: its head's. diagonal: the key that query 0 has no distance to.
@@ -21,7 +21,7 @@ class TileScores(NamedTuple):
 
 
 @gluon.jit
-def scores_of_tile(tile, operands, diagonal, C: gl.constexpr):
+def score_mod_of_tile(tile, operands, diagonal, C: gl.constexpr):
     """Return what is added to the scores of a tile."""
     bias = ()
     slope = ()
@@ -30,10 +30,10 @@ def scores_of_tile(tile, operands, diagonal, C: gl.constexpr):
     if C.HAS_ALIBI:
         slope = slope_of(operands.slopes, tile.batch, tile.head, operands.slopes_b, operands.slopes_h)
         if C.VARLEN:
-            diagonal = tile.shift if C.BOTTOM_RIGHT else 0
+            diagonal = tile.diagonal if C.BOTTOM_RIGHT else 0
     else:
         diagonal = ()
-    return TileScores(bias, slope, diagonal)
+    return ScoreMod(bias, slope, diagonal)
 
 
 @gluon.jit
@@ -48,7 +48,7 @@ def bias_of_step(step, view, MASKED: gl.constexpr, C: gl.constexpr):
         operands = view.operands
         first = kv_block_start(step, view.blocks, C)
         rows = gl.maximum(gl.minimum(view.row + rows, view.bounds.sq - 1), 0)
-        pointers = view.scores.bias + strided(rows, operands.bias_q)
+        pointers = view.score_mod.bias + strided(rows, operands.bias_q)
         if operands.bias_k is None:
             pointers = pointers + (first + lanes) + place
         else:
@@ -71,7 +71,7 @@ def add_to_scores(s, step, bias, view, scaling, C: gl.constexpr):
         if C.HAS_BIAS:
             pairs = pairs + bias.to(gl.float32)
         if C.HAS_ALIBI:
-            corner = view.row + view.scores.diagonal - kv_block_start(step, view.blocks, C)
-            pairs = pairs - slope_times_distance(s, corner, view.scores.slope, False, C.SEES_AHEAD)
+            corner = view.row + view.score_mod.diagonal - kv_block_start(step, view.blocks, C)
+            pairs = pairs - slope_times_distance(s, corner, view.score_mod.slope, False, C.SEES_AHEAD)
         s = gl.convert_layout(pairs.reshape(s.shape), s.type.layout)
     return s

@@ -67,7 +67,7 @@ class Descriptors(NamedTuple):
 class Args(NamedTuple):
     """What the launch gives to every warp.
 
-    group: query heads per kv head. plan: a mask_plan.MaskPlan. operands, diagonal: of scores.scores_of_tile. seed,
+    group: query heads per kv head. plan: a mask_plan.MaskPlan. operands, diagonal: of scores.score_mod_of_tile. seed,
     dropout: of dropout.draws_of.
     """
 
@@ -148,7 +148,7 @@ class State(NamedTuple):
 class TileView(NamedTuple):
     """A work tile as a warpgroup sees it: its own first row, the tile's blocks of keys, and the mask's bounds.
 
-    bits: with C.MASK_PLAN, a pointer to those of its rows. scores: a scores.TileScores; operands: what it is of.
+    bits: with C.MASK_PLAN, a pointer to those of its rows. score_mod: a scores.ScoreMod; operands: what it is made of.
     draws: a dropout.Draws.
     """
 
@@ -156,6 +156,6 @@ class TileView(NamedTuple):
     blocks: Any
     bounds: Any
     bits: Any
-    scores: Any
+    score_mod: Any
     operands: Any
     draws: Any
