@@ -16,7 +16,6 @@ from tilewise.problem.options import OperandSpec, ScoreOptions
 from tilewise.support.caches import clear_caches
 from tilewise.testing.cases import Case
 from tilewise.testing.inputs import make_inputs
-from tilewise.tuning.device import device_spec
 
 hopper_dbias = pytest.importorskip("tilewise.kernels.hopper.backward.dbias", reason="Triton is not installed")
 launch_dbias, dbias_tiles, pipeline, tile_scheduler = (
@@ -116,14 +115,12 @@ def small_calls_take_it(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("small_calls_take_it")
+@pytest.mark.usefixtures("hopper_gpu", "small_calls_take_it")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", ON_GPU, ids=str)
 def test_it_computes_the_oracles_gradient_and_the_same_bits_at_every_call(case, dtype, device, monkeypatch):
     inputs = make_inputs(case, dtype, device)
     problem = problem_of(case, inputs, operands_of(case, inputs)).backward(lse_grad=True)
-    if device_spec(device).arch != "sm_90":
-        pytest.skip("runs on Hopper GPUs")
     assert hopper.sums_dbias(problem)
     launches, launch = [], launch_dbias.HopperDbias.__call__
     monkeypatch.setattr(launch_dbias.HopperDbias, "__call__",

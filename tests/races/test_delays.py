@@ -34,7 +34,6 @@ from compiled.compile_process import BETWEEN, INSTALLED, ROOT, VERSIONS
 from races import delays
 from races.delayed_calls import CALLS, COMBINE_DECODED, DECODE, FORWARD, Delayed, differing, judge, make_call
 from tilewise.testing.cases import Case
-from tilewise.tuning.device import device_spec
 
 SCRIPT = Path(__file__).with_name("delayed_calls.py")
 LONGEST_WAIT = 400  # seconds, of one process; kernels that wait for ever take all of them
@@ -55,15 +54,9 @@ def finished(*arguments, source=ROOT / "src", version=INSTALLED):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.fixture
-def a_hopper_gpu(device):
-    if device_spec(device).arch != "sm_90":
-        pytest.skip("runs on Hopper GPUs")
-
-
 @pytest.mark.gpu
 @pytest.mark.slow
-@pytest.mark.usefixtures("a_hopper_gpu")
+@pytest.mark.usefixtures("hopper_gpu")
 @pytest.mark.parametrize("name", CALLS)
 def test_a_late_role_changes_no_bit_of_what_repeats_and_keeps_the_budget_of_what_does_not(name):
     row = finished("run", name)
@@ -120,7 +113,7 @@ def test_each_fault_is_one_of_the_source_as_it_is(fault):
 
 @pytest.mark.gpu
 @pytest.mark.slow
-@pytest.mark.usefixtures("a_hopper_gpu")
+@pytest.mark.usefixtures("hopper_gpu")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_late_role_shows_a_missing_order(fault, tmp_path):
     """What the test above passes says something only if it fails where there is a race."""

@@ -15,8 +15,8 @@ from tilewise.validate.distributed import check_mesh
 
 # What the ranks of a group have agreed on: asked once, for it costs the host a wait.
 _agreed: WeakKeyDictionary[dist.ProcessGroup, set[str]] = WeakKeyDictionary()
-# A group's size and the own rank in it: to ask torch, which lets other threads run meanwhile, took 0.3 ms of a call
-# beside a GPU.
+# A group's size and the own rank in it: to ask torch three times took 0.37 ms of a call, under a profiler
+# (benchmarks/journal/context-parallel.md).
 _sizes: WeakKeyDictionary[dist.ProcessGroup, tuple[int, int]] = WeakKeyDictionary()
 _FAILED = "\0"  # begins what a rank says whose arguments are wrong
 
