@@ -2,28 +2,20 @@
 
 Usage: ``python benchmarks/context_parallel_model.py benchmarks/results/nvidia-h100/context-parallel.csv`` prints the
 table. From those rows come the rates of attention: of their longest causal call on one GPU, forward and backward. The
-bytes that a rank receives, its pairs, and the rows that it merges are those of the plans (cost_model.py), which the
-library computes calls by. A pass takes
-
-    ring        max(compute, received / bandwidth) + merging + a latency for each step with messages
-    all_gather  max(compute, received / bandwidth) + the first group of heads' keys + a latency a group
-    ulysses     compute + exchanged / bandwidth + two latencies + copies
-
-and what calls take beside their work. A backward pass receives keys and values once more, and dK and dV in float32:
-three times the bytes, but for Ulysses, which exchanges as much as in the forward. Of a ring that is an upper bound: the
-keys of its last step are kept. *Ideal* is an even share of the pairs
-at the same rate.
+bytes that a rank receives, its pairs, and the rows that it merges are those of the plans, which the library computes
+calls by; what a pass takes of them is said in src/tilewise/distributed/cost_model.py, whose estimate this is. *Ideal*
+is an even share of the pairs at the same rate.
 """
 
 import argparse
 import csv
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
 import tilewise as tw
-from tilewise.distributed.cost_model import Estimate, Links, Sizes, estimates, estimates_of_rows, groups_of
+from tilewise.distributed.cost_model import BACKWARD, Estimate, Links, Sizes, estimates, estimates_of_rows
 from tilewise.distributed.layouts import layout_of_rows, named_layout
 from tilewise.distributed.plan import Problem
 
@@ -55,7 +47,7 @@ def rates_of(path: Path) -> Rates:
     # One rank's share of the pairs of all: a causal call of sqrt(ranks) times the tokens.
     operations = 4 * int(rows[0]["hq"]) * int(rows[0]["d"]) * longest ** 2 * int(rows[0]["ranks"]) / 2
     forward = ms["forward"] / 1e3
-    return Rates(operations / forward, 2.5 * operations / (ms["forward + backward"] / 1e3 - forward))
+    return Rates(operations / forward, BACKWARD * operations / (ms["forward + backward"] / 1e3 - forward))
 
 
 def problem_of(kind: str, ranks: int, tokens: int) -> Problem:
@@ -77,43 +69,38 @@ def shares_of(problem: Problem, rates: Rates) -> dict[str, float]:
 
     Across hosts there is a schedule more: a ring of hosts, whose GPUs exchange heads.
     """
-    links = Links(rates.forward, NVLINK if problem.ranks <= HOST else NETWORK)
-    found = estimates(problem, SIZES, links)
-    ideal = _compute(found["ulysses"].pairs, SIZES, rates)
-    seconds = {name: sum(_passes(name, found[name], SIZES, links, rates)) for name in ("ring", "all_gather")}
-    if problem.ranks <= KV_HEADS:
-        seconds["ulysses"] = ideal + 2 * (found["ulysses"].seconds - _compute(found["ulysses"].pairs, SIZES, rates,
-                                                                              backward=False))
+    bandwidth = NVLINK if problem.ranks <= HOST else NETWORK
+
+    def both(estimate: Callable[[Links], dict[str, Estimate]]) -> dict[str, float]:
+        """Return the seconds of both passes, each at its rate of attention."""
+        forward, backward = (estimate(Links(rate, bandwidth)) for rate in (rates.forward, rates.backward))
+        return {name: own.seconds + backward[name].backward_seconds for name, own in forward.items()}
+
+    pairs = estimates(problem, SIZES, Links())["ulysses"].pairs
+    seconds = both(lambda links: estimates(problem, SIZES, links))
+    if problem.ranks > KV_HEADS:
+        del seconds["ulysses"]
     if problem.ranks > HOST:
-        seconds["ring of hosts"] = _of_hosts(problem, links, rates)
+        seconds["ring of hosts"] = both(lambda links: {"ring": _of_hosts(problem, links)})["ring"]
+    ideal = _compute(pairs, SIZES, rates)
     return {name: ideal / own for name, own in seconds.items()}
 
 
-def _of_hosts(problem: Problem, links: Links, rates: Rates) -> float:
-    """Return the seconds of a mesh of two dims: the exchange of heads by NVLink, and a ring of hosts."""
+def _of_hosts(problem: Problem, links: Links) -> Estimate:
+    """Estimate a mesh of two dims: the exchange of heads by NVLink, and a ring of hosts."""
     layout = layout_of_rows(problem.queries, HOST)
     rows = replace(problem, queries=layout, keys=layout)
-    whole = estimates_of_rows(rows, problem.queries, SIZES, replace(links, bandwidth=NVLINK))["ring"]
+    in_host = replace(links, bandwidth=NVLINK)
+    whole = estimates_of_rows(rows, problem.queries, SIZES, in_host)["ring"]
     sizes = replace(SIZES, hq=HEADS // HOST, hk=KV_HEADS // HOST)
-    in_host, across = (estimates(replace(rows, kv_heads=sizes.hk), sizes, own)["ring"]
-                       for own in (replace(links, bandwidth=NVLINK), links))
-    return 2 * (whole.seconds - in_host.seconds) + sum(_passes("ring", across, sizes, links, rates))
+    near, across = (estimates(replace(rows, kv_heads=sizes.hk), sizes, own)["ring"] for own in (in_host, links))
+    return replace(across, seconds=whole.seconds - near.seconds + across.seconds,
+                   backward_seconds=whole.backward_seconds - near.backward_seconds + across.backward_seconds)
 
 
-def _passes(schedule: str, found: Estimate, sizes: Sizes, links: Links, rates: Rates) -> Iterator[float]:
-    """Yield the seconds of the forward and of the backward pass."""
-    forward, both = _compute(found.pairs, sizes, rates, backward=False), _compute(found.pairs, sizes, rates)
-    received = found.bytes_received / links.bandwidth
-    yield found.seconds
-    beside = found.seconds - max(forward, received)  # merging and latencies, or the first group of heads too
-    yield max(both - forward, 3 * received) + beside + (2 * received / groups_of(sizes.hk)
-                                                        if schedule == "all_gather" else 0.0)
-
-
-def _compute(pairs: int, sizes: Sizes, rates: Rates, *, backward: bool = True) -> float:
-    """Return the seconds of a rank's pairs, of one head, in all heads."""
-    operations = 4 * sizes.hq * DIM * pairs
-    return operations / rates.forward + (2.5 * operations / rates.backward if backward else 0.0)
+def _compute(pairs: int, sizes: Sizes, rates: Rates) -> float:
+    """Return the seconds of both passes of a rank's pairs, of one head, in all heads."""
+    return sizes.of_pair * pairs * (1 / rates.forward + BACKWARD / rates.backward)
 
 
 def measured(path: Path) -> dict[tuple[str, int, int, str], str]:

@@ -13,9 +13,10 @@ from torch.utils.checkpoint import checkpoint
 import tilewise as tw
 from distributed.equality import group_of
 from tilewise import distributed
-from tilewise.distributed import context_parallel_attention, positions, shard, unshard
+from tilewise.distributed import call_plan, context_parallel_attention, function, positions, shard, unshard
 from tilewise.distributed.exchange import start
 from tilewise.distributed.partial import PartialResults
+from tilewise.support.caches import clear_caches
 
 
 def inputs(seed=0, s=24, hq=4, hk=2, dtype=torch.float64, b=1, d=8):
@@ -286,13 +287,13 @@ def surroundings(mesh):
             [float((a - b).abs().max()) for a, b in zip(plain, compiled, strict=True)], str(dtype))
 
 
-def kept_messages(mesh):
+def kept_messages(mesh, schedule):
     """Return differences of gradients: of a second backward pass, with saved tensors elsewhere, and behind a change.
 
     The latter of k, as soon as the forward pass has returned: other ranks have the keys that were.
     """
     def attend(leaves):
-        return context_parallel_attention(*leaves, mesh=mesh, layout="zigzag", mask=tw.causal(), schedule="ring")
+        return context_parallel_attention(*leaves, mesh=mesh, layout="zigzag", mask=tw.causal(), schedule=schedule)
 
     leaves = [own.requires_grad_() for own in shards(mesh)]
     out = attend(leaves)
@@ -305,6 +306,24 @@ def kept_messages(mesh):
         parts[1].zero_()
     return ([float((a - b).abs().max()) for other in (second, elsewhere) for a, b in zip(first, other, strict=True)],
             float((got - out).abs().max()))
+
+
+def messages_of_passes(mesh, layout, mask, groups):
+    """Return how many messages this rank sends forward, and backward, in an all-gather of so many groups of heads."""
+    counts, start = [0], function.start
+
+    def counting(group, sends, receives):
+        counts[-1] += len(sends)
+        return start(group, sends, receives)
+
+    leaves = [own.requires_grad_() for own in shards(mesh, layout=layout)]
+    clear_caches()
+    with patch.object(function, "start", counting), patch.object(call_plan, "groups_of", lambda *_: groups):
+        out = context_parallel_attention(*leaves, mesh=mesh, layout=layout, mask=mask, schedule="all_gather")
+        counts.append(0)
+        out.sum().backward()
+    clear_caches()
+    return counts
 
 
 def sinks_behind(mesh, dtype):

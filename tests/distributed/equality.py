@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 
 import tilewise as tw
-from tilewise.distributed import context_parallel_attention, positions, shard
+from tilewise.distributed import call_plan, context_parallel_attention, positions, shard
+from tilewise.support.caches import clear_caches
 
 TOLERANCE = 1e-12
 
@@ -160,6 +161,18 @@ def compare(mesh, case, layout, schedule, backend="reference"):
             dist.all_reduce(total, group=group_of(mesh))  # of a shard, the parts of all ranks
             found[f"d{key}"] = largest(total, given[key].grad)
     return found
+
+
+def compare_groups(mesh, case, layout, count, backend="reference"):
+    """Compare an all-gather of so many groups of heads."""
+    groups_of = call_plan.groups_of
+    call_plan.groups_of = lambda *_: count
+    clear_caches()
+    try:
+        return compare(mesh, case, layout, "all_gather", backend)
+    finally:
+        call_plan.groups_of = groups_of
+        clear_caches()
 
 
 def group_of(mesh):

@@ -240,11 +240,23 @@ def test_it_stands_in_a_checkpoint_a_compiled_function_and_autocast(workers):
         assert dtype == "torch.bfloat16"
 
 
+@pytest.mark.parametrize("schedule", ["ring", "all_gather"])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_what_is_kept_for_the_backward_pass_serves_again_and_elsewhere(workers, ranks):
-    for differences, changed in workers.run(ranks, MODULE, "kept_messages"):
+def test_what_is_kept_for_the_backward_pass_serves_again_and_elsewhere(workers, ranks, schedule):
+    for differences, changed in workers.run(ranks, MODULE, "kept_messages", schedule):
         assert max(differences) == 0.0
         assert changed == 0.0
+
+
+@pytest.mark.parametrize(("ranks", "layout", "mask", "groups", "counts"), [
+    (2, "zigzag", tw.causal(), 1, [[1, 1], [1, 1]]),  # keys forward, their gradients backward
+    (2, "zigzag", tw.causal(), 2, [[2, 4], [2, 4]]),  # keys of each group of heads backward too
+    (3, "zigzag", tw.causal(), 1, [[2, 4]] * 3),  # more keys of others than own ones
+    # Keys go to the rank behind, but for the last one's, and gradients back.
+    (3, "contiguous", tw.causal("top_left") & tw.window(3, 0), 1, [[1, 0], [1, 1], [0, 1]])],
+    ids=["one_group", "two_groups", "more_than_own", "window"])
+def test_an_all_gather_sends_keys_once_where_they_are_kept(workers, ranks, layout, mask, groups, counts):
+    assert workers.run(ranks, MODULE, "messages_of_passes", layout, mask, groups) == counts
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -24,6 +24,13 @@ def test_results_and_gradients_are_those_of_one_device(workers, case, schedule):
             assert {name: error for name, error in found.items() if not error <= TOLERANCE} == {}, (ranks, layout)
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if case.hk % 2 == 0 and not case.dropout_p], ids=str)
+def test_an_all_gather_of_two_groups_of_heads_gives_the_same(workers, case):
+    """Long shards have several: here they are made to."""
+    for found in workers.run(3, "distributed.equality", "compare_groups", case, "zigzag", 2):
+        assert {name: error for name, error in found.items() if not error <= TOLERANCE} == {}
+
+
 @pytest.mark.parametrize("schedule", ["ring", "all_gather"])
 @pytest.mark.parametrize("case", [case for case in CASES if not case.dropout_p], ids=str)
 def test_a_mesh_of_two_dims_gives_the_same(workers, case, schedule):

@@ -56,8 +56,14 @@ def test_packed_sequences_are_those_of_one_device(gpus, ranks, case, schedule):
     assert wrong(found, TOLERANCE) == [{}] * ranks
 
 
+@pytest.mark.parametrize("case", [case for case in OF_KERNELS if case.hk % 2 == 0], ids=str)
+def test_an_all_gather_of_two_groups_of_heads_computes_the_same(gpus, ranks, case):
+    found = gpus.run(ranks, "distributed.equality", "compare_groups", case, "zigzag", 2, None)
+    assert wrong(found, BFLOAT16) == [{}] * ranks
+
+
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", [*SCHEDULES, None])
 @pytest.mark.parametrize("case", OF_KERNELS, ids=str)
 def test_kernels_in_16_bits_compute_the_same(gpus, ranks, case, schedule, layout):
     found = gpus.run(ranks, "distributed.equality", "compare", case, layout, schedule, None)

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from compiled.compile_process import ROOT
-from tilewise.distributed.cost_model import Links, estimates
+from tilewise.distributed.cost_model import SCHEDULES, Links, estimates
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 try:
@@ -41,12 +41,15 @@ def test_rates_are_those_of_the_longest_causal_call_on_one_gpu(tmp_path):
 
 
 def test_where_computing_takes_no_time_a_pass_takes_that_of_its_messages(bandwidth_alone):
-    """Keys once forward, and with their gradients in float32 three times backward; and by groups of heads."""
+    """Keys once forward, and their gradients in float32 backward; by four groups of heads, keys once more.
+
+    A ring of two ranks has kept its keys.
+    """
     received = 1024 * 8 * 256 * 2 / model.NVLINK
     problem = model.problem_of("causal", 2, 1024)
     ideal = 2048 * 2049 / 4 * 32 * 512 * (1 + 2.5) / 1e30
     shares = model.shares_of(problem, FAST)
-    assert shares["ring"] == pytest.approx(ideal / (4 * received), rel=1e-2)
+    assert shares["ring"] == pytest.approx(ideal / (3 * received), rel=1e-2)
     assert shares["all_gather"] == pytest.approx(ideal / ((4 + 4 / 4) * received), rel=1e-2)
     exchanged = 1024 * (32 + 8) // 2 * 256 * 2 / model.NVLINK
     assert shares["ulysses"] == pytest.approx(ideal / (2 * exchanged), rel=1e-2)
@@ -58,8 +61,9 @@ def test_across_hosts_heads_travel_by_nvlink_and_keys_by_the_network(bandwidth_a
     shares = model.shares_of(problem, FAST)
     received = 2048 * 1 * 256 * 2 / model.NETWORK  # of the other host, one head of keys
     exchanged = 7 * 256 * (32 + 8) // 8 * 256 * 2 / model.NVLINK
-    assert shares["ring of hosts"] == pytest.approx(ideal / (2 * exchanged + 4 * received), rel=1e-2)
-    assert shares["ring"] == pytest.approx(ideal / (4 * 15 * 256 * 8 * 256 * 2 / model.NETWORK), rel=1e-2)
+    assert shares["ring of hosts"] == pytest.approx(ideal / (2 * exchanged + 3 * received), rel=1e-2)
+    # Keys of 15 ranks forward and of 14 backward, and gradients of 15.
+    assert shares["ring"] == pytest.approx(ideal / ((15 + 14 + 2 * 15) * 256 * 8 * 256 * 2 / model.NETWORK), rel=1e-2)
     assert "ulysses" not in shares
 
 
@@ -75,19 +79,37 @@ def test_the_table_has_what_was_measured_beside_the_model(tmp_path, monkeypatch)
 
 
 ROWS = ROOT / "benchmarks/results/nvidia-h100/context-parallel.csv"
+# Of rows that are older than an all-gather of one group of heads: what was measured of that beside the ring, in its
+# place (share of ideal, forward + backward; benchmarks/journal/context-parallel.md). The ring's of 32768 are the rows'.
+JOURNAL = {("causal", 8192): {"ring": 0.86, "all_gather": 0.76}, ("window", 8192): {"ring": 0.48, "all_gather": 0.51},
+           ("documents", 8192): {"ring": 0.42, "all_gather": 0.52},
+           ("causal", 32768): {"ring": 0.914, "all_gather": 0.92},
+           ("window", 32768): {"ring": 0.778, "all_gather": 0.78},
+           ("documents", 32768): {"ring": 0.805, "all_gather": 0.82}}
+NOISE = 0.03  # of a share: the clocks of a GPU differ by more between processes
+
+
+def shares_on_two_gpus(kind, tokens):
+    """Return the measured shares of ideal, by schedule."""
+    with ROWS.open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if (row["mask"], row["tokens_per_rank"], row["direction"], row[
+            "ranks"]) == (kind, str(tokens), "forward + backward", "2")]
+    found = {row["schedule"]: float(row["share_of_ideal"]) for row in rows if row.get("queue", "1") == "1"}
+    found = {name: share for name, share in found.items() if name in SCHEDULES}
+    assert set(found) == set(SCHEDULES)
+    return found if "ideal" in rows[0] else found | JOURNAL[kind, tokens]
 
 
 @pytest.mark.parametrize("tokens", [8192, 32768])
 @pytest.mark.parametrize("kind", model.KINDS)
 def test_the_schedule_that_none_chooses_was_the_fastest_on_two_gpus(kind, tokens, monkeypatch):
-    """It was the all-gather in five of these six calls, Ulysses in one: 1.04 to 1.9 times the time of the ring."""
+    """By the forward pass alone it was the all-gather for causal calls too: 0.76 of ideal for 0.86."""
     monkeypatch.setattr(model, "DOCUMENT", tokens // 2)
-    with ROWS.open(newline="") as file:
-        ms = {row["schedule"]: float(row["median_ms"]) for row in csv.DictReader(file)
-              if (row["mask"], row["tokens_per_rank"], row["direction"]) == (kind, str(tokens), "forward + backward")}
-    assert set(ms) == {"ring", "all_gather", "ulysses"}
+    shares = shares_on_two_gpus(kind, tokens)
     found = estimates(model.problem_of(kind, 2, tokens), model.SIZES, Links())
-    assert min(found, key=lambda name: found[name].seconds) == min(ms, key=ms.get)
+    chosen = min(found, key=lambda name: found[name].total(with_backward=True))
+    assert shares[chosen] >= max(shares.values()) * (1 - NOISE)
+    assert chosen == ("ring" if kind == "causal" else "all_gather")
 
 
 def test_documents_cover_all_rows_and_cross_the_borders_of_ranks():

@@ -58,7 +58,7 @@ def test_each_visible_pair_of_packed_sequences_is_computed_once(lengths, behind,
     visible = torch.zeros(sq, sk, dtype=torch.int)
     for first, stop, first_k, stop_k in sequences:
         visible[first:stop, first_k:stop_k] = mask.visible(stop - first, stop_k - first_k).int()
-    for make in (ring_plan, lambda *own: all_gather_plan(*own, 1)):
+    for make in (ring_plan, lambda *own: all_gather_plan(*own, lambda rows: 1).steps):
         counted = torch.zeros_like(visible)
         for rank in range(ranks):
             rows = rows_of(layouts[0], rank)
@@ -105,7 +105,7 @@ def test_packed_documents_have_one_call_for_each_pair_of_ranks(layout):
         steps = ring_plan(problem, rank)
         assert max(len(step.blocks) for step in steps) == 1
         assert len(steps[0].blocks) == 1
-        assert max(len(step.blocks) for step in all_gather_plan(problem, rank, 4)) <= 2
+        assert max(len(step.blocks) for step in all_gather_plan(problem, rank, lambda rows: 4).steps) <= 2
 
 
 def test_sequences_that_are_cut_on_every_rank_have_one_call_for_each_pair_of_ranks():

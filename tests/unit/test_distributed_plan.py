@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import tilewise as tw
 from tilewise.distributed import balanced
 from tilewise.distributed.blocks import summed_of
-from tilewise.distributed.cost_model import Links, Sizes, estimates, estimates_of_rows
+from tilewise.distributed.cost_model import Links, Sizes, estimates, estimates_of_rows, groups_of, keeps_gathered
 from tilewise.distributed.exchange import TensorForm, empty_message, pack, unpack
 from tilewise.distributed.layouts import Layout, joined, layout_in_row, layout_of_rows, named_layout
 from tilewise.distributed.plan import Problem, all_gather_plan, ring_plan
@@ -57,7 +57,7 @@ def test_a_layout_says_where_positions_are_in_a_shard():
 
 def plans(problem):
     return [[ring_plan(problem, rank) for rank in range(problem.ranks)],
-            [all_gather_plan(problem, rank, 2) for rank in range(problem.ranks)]]
+            [all_gather_plan(problem, rank, lambda rows: 2).steps for rank in range(problem.ranks)]]
 
 
 @given(LAYOUT, st.integers(1, 5), st.integers(0, 30), st.integers(0, 30), st.integers(0, 9), st.booleans(), st.data())
@@ -103,7 +103,7 @@ def test_parts_of_sums_are_told_from_results_of_one_call():
         return {summed_of(make(problem, rank, *more), rank) for rank in range(4)}
 
     assert summed(ring_plan, Mask()) == {(True, True)}
-    assert summed(all_gather_plan, tw.causal(), layout, 2) == {(False, True)}
+    assert summed(lambda *own: all_gather_plan(*own).steps, tw.causal(), layout, lambda rows: 2) == {(False, True)}
     # Of keys that no other rank sees, each rank has one call.
     assert summed(ring_plan, tw.chunk(16), named_layout("contiguous", 64, 4)) == {(False, False)}
 
@@ -155,18 +155,63 @@ def test_the_model_finds_zigzag_even_and_a_window_local():
     assert window.bytes_received == 255 * 8 * 256 * 2
 
 
-@pytest.mark.parametrize(("layout", "mask", "merged", "waits"), [
-    ("contiguous", tw.window(None, None), 3 * 256, 3),
-    ("contiguous", Mask(31, 0, "top_left"), 31, 1),  # rows whose window crosses a border, and one neighbour's keys
-    ("zigzag", tw.causal("top_left"), 3 * 128 + 3 * 128, 3)], ids=["full", "window", "causal"])
-def test_a_ring_merges_what_other_ranks_keys_add_and_waits_for_those_that_send(layout, mask, merged, waits):
-    """A window was charged with a merge of all rows and a latency for each of the ranks."""
+@pytest.mark.parametrize(("layout", "mask", "merged", "alone", "waits"), [
+    ("contiguous", tw.window(None, None), 3 * 256, 0, 3),
+    # Rows whose window crosses a border, and one neighbour's keys.
+    ("contiguous", Mask(31, 0, "top_left"), 31, 256 - 31, 1),
+    ("zigzag", tw.causal("top_left"), 3 * 128 + 3 * 128, 0, 3)], ids=["full", "window", "causal"])
+def test_a_ring_merges_what_other_ranks_keys_add_and_waits_for_those_that_send(layout, mask, merged, alone, waits):
+    """A window was charged with a merge of all rows and a latency for each of the ranks.
+
+    Rows that have one part are rounded from float32: read, and written in half of the bytes each of two.
+    """
     own, sizes = named_layout(layout, 1024, 4), Sizes(1, 8, 2, 64, 64, 2)
     slow = Links(flops=1e30, bandwidth=1e30, memory=1e6, latency=0.0, call=0.0)
     problem = Problem(own, own, mask, True, 2)
     found, waited = (estimates(problem, sizes, links)["ring"] for links in (slow, Links(1e30, 1e30, 1e30, 1.0, 0.0)))
-    assert found.seconds == pytest.approx(merged * 8 * 64 * 3 * 4 / 1e6)
-    assert waited.seconds == pytest.approx(waits)
+    assert found.seconds == pytest.approx((merged * 3 + alone * 2) * 8 * 64 * 4 / 1e6)
+    assert (waited.seconds, waited.backward_seconds) == pytest.approx((waits, waits))
+
+
+@pytest.mark.parametrize(("received", "pieces", "count"), [(190, 1, 1), (210, 1, 2), (590, 1, 2), (610, 1, 3),
+                                                           (370, 2, 1), (390, 2, 2), (10**9, 2, 4)])
+def test_an_all_gather_has_as_many_groups_of_heads_as_pay(received, pieces, count):
+    """A byte takes a second, and a group 10 and 90 for each piece: of one piece, n groups pay from 100·n·(n - 1) on."""
+    assert groups_of(received, 12, pieces, Links(bandwidth=1.0, latency=10.0, call=90.0)) == count
+
+
+def test_groups_of_heads_divide_them():
+    links = Links(bandwidth=1.0, latency=1e-9, call=0.0)
+    assert [groups_of(1000, heads, 1, links) for heads in (1, 2, 3, 5, 6, 8, 10)] == [1, 2, 3, 1, 3, 4, 2]
+
+
+def test_gathered_keys_are_kept_where_they_are_no_more_than_every_ranks_own():
+    even, uneven = named_layout("contiguous", 32, 4), Layout("own", ((Span(0, 10),), (Span(10, 16),)))
+    assert [keeps_gathered(1, rows, even) for rows in (0, 8, 9)] == [True, True, False]
+    assert [keeps_gathered(1, rows, uneven) for rows in (6, 7)] == [True, False]
+    assert not keeps_gathered(2, 8, even)
+
+
+def test_the_most_that_a_rank_receives_is_alike_on_all_ranks():
+    layout = named_layout("contiguous", 40, 4)
+    for mask, most in ((tw.causal("top_left"), 30), (Mask(6, 0, "top_left"), 6), (tw.chunk(10), 0)):
+        plans = [all_gather_plan(Problem(layout, layout, mask, True, 4), rank, lambda rows: 1) for rank in range(4)]
+        assert {plan.most_received for plan in plans} == {most}
+        received = [sum(len(part.rows) for parts in plan.steps[0].received(rank).values() for part in parts)
+                    for rank, plan in enumerate(plans)]
+        assert max(received) == most
+
+
+def test_backward_a_kept_all_gather_waits_for_gradients_alone():
+    """Keys of another rank in 16 bits, their gradients in float32: twice the bytes, behind the last call."""
+    own, sizes = named_layout("contiguous", 64, 2), Sizes(1, 4, 1, 8, 8, 2)
+    problem = Problem(own, own, tw.window(None, None), True, 1)
+    found = estimates(problem, sizes, Links(1e30, 1.0, 1e30, 0.0, 0.0))
+    keys = 32 * 16 * 2
+    assert (found["all_gather"].seconds, found["ring"].seconds) == pytest.approx((2 * keys, keys))
+    # Once beside what is computed, once behind it.
+    assert (found["all_gather"].backward_seconds, found["ring"].backward_seconds) == pytest.approx(
+        (2 * 2 * keys, 2 * keys))
 
 
 def test_the_model_adds_the_exchange_of_heads_to_a_schedule_of_rows():

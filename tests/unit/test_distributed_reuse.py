@@ -11,7 +11,7 @@ from tilewise.autograd import fast_path
 from tilewise.distributed import arguments, balanced, blocks, call_plan, context_parallel, function
 from tilewise.distributed.exchange import Transfer
 from tilewise.distributed.layouts import named_layout
-from tilewise.distributed.schedules import run_steps
+from tilewise.distributed.schedules import explain_schedule, run_steps
 from tilewise.distributed.tensor_cache import TensorCache
 from tilewise.masks import Span
 from tilewise.support.caches import clear_caches
@@ -255,3 +255,13 @@ def test_ranks_compare_what_decides_how_documents_are_sent():
              for name in ("torch", "reference")]
     assert "operands documents on cpu for backend 'torch'" in texts[0]
     assert "operands documents on cpu for backend 'reference'" in texts[1]
+
+
+def test_a_schedule_is_chosen_for_documents_by_the_keys_that_their_plan_receives():
+    """It was chosen as for a causal mask of the whole sequence, of which no key was left out."""
+    ids = torch.arange(LENGTH) // (LENGTH // RANKS)
+    own = arguments.arguments_of(given_of(named_layout("contiguous", LENGTH, RANKS), mask=CAUSAL & tw.documents(ids)),
+                                 1, RANKS)
+    found = explain_schedule(own, None, (RANKS,)).estimates
+    assert {name: one.bytes_received for name, one in found.items() if name != "ulysses"} == {
+        "ring": 0, "all_gather": 0}

@@ -11,8 +11,8 @@ import torch
 
 from tilewise.distributed.arguments import Arguments
 from tilewise.distributed.blocks import BlockTensors, Summed, summed_of
-from tilewise.distributed.cost_model import groups_of
-from tilewise.distributed.plan import all_gather_plan, cached_ring_plan, no_narrowing, ring_plan
+from tilewise.distributed.cost_model import Links, groups_of, keeps_gathered
+from tilewise.distributed.plan import Problem, all_gather_plan, cached_ring_plan, no_narrowing, ring_plan
 from tilewise.distributed.segments import Segment, Segments, segments_of
 from tilewise.distributed.steps import Step
 from tilewise.distributed.tensor_cache import TensorCache, is_capturing, stream_of
@@ -30,8 +30,8 @@ class CallPlan:
         padding: rows of its queries that belong to no packed sequence.
         segments: of the blocks' queries.
         backwards: those of the backward pass, by :meth:`Segments.backwards`.
-        keeps_last: whether the last step's message is kept for the backward pass, which begins with that step: of a
-            ring, where it is one rank's keys.
+        keeps_last: whether the last step's messages are kept for the backward pass, which begins with that step: of a
+            ring, and of an all-gather without groups where no rank receives more keys than each has of its own.
         takes_sinks: of each step's blocks which ones take the sinks, each row once; None where they are added behind.
         tensors: what the blocks' documents and borders become.
         packs_documents: whether documents are computed as packed sequences.
@@ -49,37 +49,55 @@ class CallPlan:
 
 
 _plans = registered(TensorCache(256))
+_documents = registered(TensorCache(64))
 _TAKE_SINKS = (None, "gluon", "triton", "reference")  # backends
 
 
 def call_plan(name: str, arguments: Arguments, rank: int) -> CallPlan:
     """Return the plan of a schedule of steps, "ring" or "all_gather", for a rank of the arguments' layouts."""
-    # The draws of dropout belong to a head's number, which a group of heads would not know.
-    groups = 1 if arguments.options.dropout_p else groups_of(arguments.k.shape[1])
     device = arguments.q.device
-    key = (name, rank, groups, arguments.queries, arguments.keys, arguments.mask, arguments.merges,
-           arguments.has_operands_of_pairs, arguments.q.shape[0], arguments.k.shape[1], arguments.step,
+    key = (name, rank, arguments.sizes, arguments.queries, arguments.keys, arguments.mask, arguments.merges,
+           arguments.has_operands_of_pairs, arguments.step, bool(arguments.options.dropout_p),
            arguments.options.backend, arguments.stand_ins is None, device, stream_of(device))
-    plan = _plans.get(arguments.sources, key, lambda: _made(name, arguments, rank, groups))
+    plan = _plans.get(arguments.sources, key, lambda: _made(name, arguments, rank))
     return replace(plan, tensors=BlockTensors(device)) if is_capturing(device) else plan
 
 
-def _made(name: str, arguments: Arguments, rank: int, groups: int) -> CallPlan:
-    problem, narrow = arguments.problem, arguments.narrow
-    packed = None if narrow is None else document_sequences(arguments)
-    if packed is not None:
-        problem, narrow = replace(problem, sequences=packed, merges=True), None
+def _made(name: str, arguments: Arguments, rank: int) -> CallPlan:
+    problem = planned_problem(arguments)
+    packs_documents = problem.sequences is not None and arguments.sequences is None
+    narrow = None if packs_documents else arguments.narrow
     if name == "all_gather":
-        steps = all_gather_plan(problem, rank, groups, narrow or no_narrowing)
+        steps, most = all_gather_plan(problem, rank, lambda rows: _groups(arguments, rows), narrow or no_narrowing)
+        keeps_last = keeps_gathered(len(steps), most, problem.keys)
     else:
+        keeps_last = True
         steps = cached_ring_plan(problem, rank) if narrow is None else ring_plan(problem, rank, narrow)
     summed = summed_of(steps, rank)
     if arguments.stand_ins is not None:  # other ranks have parts of dk and dv
         summed = summed._replace(gradients=True)
     segments = segments_of(steps, arguments.q.shape[2])
-    return CallPlan(steps, summed, arguments.padded_rows(rank), segments, segments.backwards(), name == "ring",
+    return CallPlan(steps, summed, arguments.padded_rows(rank), segments, segments.backwards(), keeps_last,
                     segments.first_blocks() if arguments.options.backend in _TAKE_SINKS else None,
-                    BlockTensors(arguments.q.device), packed is not None)
+                    BlockTensors(arguments.q.device), packs_documents)
+
+
+def planned_problem(arguments: Arguments) -> Problem:
+    """Return what the plan of a call is made from: documents that are computed as packed sequences are those there."""
+    if arguments.narrow is None:
+        return arguments.problem
+    key = (arguments.queries, arguments.keys, arguments.mask, arguments.q.shape[0], arguments.has_operands_of_pairs,
+           bool(arguments.options.dropout_p), arguments.options.backend)
+    packed = _documents.get(arguments.sources, key, lambda: document_sequences(arguments))
+    return arguments.problem if packed is None else replace(arguments.problem, sequences=packed, merges=True)
+
+
+def _groups(arguments: Arguments, rows: int) -> int:
+    """Return how many groups of heads an all_gather has, of which a rank receives so many rows of keys at most."""
+    if arguments.options.dropout_p:  # the draws belong to a head's number, which a group would not know
+        return 1
+    sizes, pieces = arguments.sizes, max(map(len, arguments.queries.pieces))
+    return groups_of(rows * sizes.of_key, sizes.hk, pieces, Links())
 
 
 def document_sequences(arguments: Arguments) -> tuple[tuple[int, int, int, int], ...] | None:

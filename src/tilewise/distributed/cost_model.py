@@ -1,8 +1,17 @@
 """Which schedule: an estimate of each one's time from what its slowest rank computes, sends and waits for.
 
+Of the forward pass:
+
     ring        max(compute, keys received / bandwidth) + merging of partial results + a latency a step with messages
-    all_gather  max(compute, keys received / bandwidth) + the first group of heads' keys + a latency a group
+    all_gather  max(compute, keys received / bandwidth) + the first group of heads' keys + copies + a latency a group
     ulysses     compute + (q, k and v one way, out the other) / bandwidth + two latencies + copies before and behind
+
+and of the backward pass, whose ``compute`` is 2.5 times that of the forward pass:
+
+    ring        max(compute, (keys and their gradients) / bandwidth) + sums + a latency a step with messages
+    all_gather  max(compute, the same / bandwidth) + the first group's keys + the last group's gradients + copies + sums
+                + a latency a group
+    ulysses     as forward
 
 and for each call what it costs beside its work. A ring has one for each block of its plan, an all_gather one for each
 group of heads and piece of a rank's queries, and ulysses one, and one more for each of the four tensors exchanged;
@@ -11,8 +20,8 @@ where its ranks share heads of keys and a mask has pieces, it has more than are 
 ``compute`` is of the rank with the most visible pairs: of its layout for ring and all_gather, all pairs divided by the
 number of ranks for ulysses, whose ranks have the whole sequence. On a mesh of two dims, the exchange of heads
 comes before ring and all_gather, which then have fewer heads and longer shards. Keys are those that the mask lets a
-rank's queries see. The numbers are of the forward pass; the backward pass sends and computes more of each, in similar
-proportions, but for the keys of a ring's last step, which are kept.
+rank's queries see. Their gradients travel in float32. A ring keeps its last step's keys for the backward pass, and an
+all_gather of one group all keys where it may (:func:`keeps_gathered`): those do not travel again.
 """
 
 from dataclasses import dataclass, replace
@@ -27,23 +36,30 @@ from tilewise.support.caches import registered
 
 SCHEDULES = ("ring", "all_gather", "ulysses")
 _SAMPLED_ROWS = 32  # of each block, from whose visible keys its pairs are estimated
-GROUPS = 4  # of heads in an all_gather, where so many divide them
+GROUPS = 4  # of heads in an all_gather, at most
+BACKWARD = 2.5  # times the operations of the forward pass: five products of matrices for two
 
 
 @dataclass(frozen=True)
 class Links:
-    """What a time is estimated with: round numbers of one GPU of the H100 class, assumed and not measured.
+    """What a time is estimated with: round numbers of one GPU of the H100 class.
+
+    What was measured of each is beside it: on two H100s of one host, by NCCL, and written down in
+    benchmarks/journal/context-parallel.md and benchmarks/results/nvidia-h100/context-parallel.csv.
 
     Attributes:
-        flops: of attention a second and rank.
-        bandwidth: bytes that a rank receives a second.
-        memory: bytes that a rank's memory moves a second.
-        latency: seconds until a message arrives, however short.
+        flops: of attention a second and rank. The longest causal call on one GPU has 765e12 forward, 623e12 backward
+            and 658e12 in both passes. It says how much an uneven layout costs, and what messages travel beside.
+        bandwidth: bytes that a rank receives a second. Three quarters of the 450e9 that NVLink has in a direction; not
+            measured by itself.
+        memory: bytes that a rank's memory moves a second. Nine tenths of the 3.35e12 of the H100's data sheet: merging
+            4096 rows of 32 heads, 201e6 bytes, took 61e-6 seconds (3.3e12).
+        latency: seconds until a message arrives, however short. Of NCCL within a host; not measured by itself.
         call: seconds that a call takes beside its work: the host's, small kernels beside the large one, and the last
-            tiles, which do not fill a GPU.
+            tiles, which do not fill a GPU. A local call took the host 115e-6 forward, under a profiler.
     """
 
-    flops: float = 500e12
+    flops: float = 650e12
     bandwidth: float = 350e9
     memory: float = 3e12
     latency: float = 15e-6
@@ -61,25 +77,115 @@ class Sizes:
     dv: int
     itemsize: int
 
+    @property
+    def of_key(self) -> int:
+        """Bytes of the keys and values of a position."""
+        return self.b * self.hk * (self.d + self.dv) * self.itemsize
+
+    @property
+    def wide(self) -> int:
+        """Bytes of an element of a sum: float32, or float64."""
+        return max(4, self.itemsize)
+
+    @property
+    def of_key_gradient(self) -> int:
+        """Bytes of dk and dv of a position, as parts of sums."""
+        return self.b * self.hk * (self.d + self.dv) * self.wide
+
+    @property
+    def of_pair(self) -> int:
+        """Operations of the forward pass for a pair of positions, in all heads."""
+        return 2 * self.b * self.hq * (self.d + self.dv)
+
 
 @dataclass(frozen=True)
 class Estimate:
-    """A schedule's forward pass on its slowest rank.
+    """A schedule on its slowest rank.
 
     Attributes:
         pairs: visible (query, key) pairs that the rank computes, of one head.
-        bytes_received: by the rank.
-        seconds: the model's time.
+        bytes_received: by the rank, in the forward pass.
+        seconds: the model's time of the forward pass.
+        backward_seconds: that of the backward pass.
+        groups: of heads, which an all_gather walks through; 1 of the others.
     """
 
     pairs: int
     bytes_received: int
     seconds: float
+    backward_seconds: float
+    groups: int = 1
+
+    def total(self, *, with_backward: bool) -> float:
+        """Return the seconds of the forward pass, or of both passes."""
+        return self.seconds + (self.backward_seconds if with_backward else 0.0)
 
 
-def groups_of(kv_heads: int) -> int:
-    """Return how many groups of heads an all_gather walks through."""
-    return max(count for count in range(1, GROUPS + 1) if kv_heads % count == 0)
+def groups_of(received: int, kv_heads: int, pieces: int, links: Links) -> int:
+    """Return how many groups of heads an all_gather walks through: a divisor of the heads of keys, at most 4.
+
+    The keys of the first group are waited for, and each group costs a message and a call for each piece of queries: it
+    is the count with the least ``received / count / bandwidth + count · (latency + pieces · call)``.
+
+    Args:
+        received: bytes of keys and values that the rank receives which receives most.
+        kv_heads: heads of keys.
+        pieces: most that a rank's queries have.
+        links: what a time is estimated with.
+    """
+    counts = [count for count in range(1, GROUPS + 1) if kv_heads % count == 0]
+    return min(counts, key=lambda count: received / count / links.bandwidth
+               + count * (links.latency + pieces * links.call))
+
+
+def keeps_gathered(groups: int, most_received: int, keys: Layout) -> bool:
+    """Return whether an all_gather keeps what it received for the backward pass; the same on every rank.
+
+    It does where all heads are one group and a rank has at most as many keys of others as the shortest shard has: then
+    a call holds twice its own keys at most.
+
+    Args:
+        groups: of heads.
+        most_received: rows of keys that the rank receives which receives most.
+        keys: their layout.
+    """
+    return groups == 1 and most_received <= min(keys.shard_length(rank) for rank in range(len(keys.pieces)))
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """What the plans of a ring say, each of the rank that has most of it; an all_gather moves the same keys.
+
+    Attributes:
+        pairs: visible ones of a head.
+        received: rows of keys that come from others; ``again``: those that a ring's backward pass asks for again.
+        held: rows of keys of all steps, the own ones among them.
+        results: how often a row of results is read or written in float32 (float64) beside the call that made it: three
+            times where it is added to others, twice where it is the only one and is rounded.
+        waits, blocks: steps with messages, and local calls.
+        pieces: ranges of positions of a rank's queries.
+    """
+
+    pairs: int
+    received: int
+    again: int
+    held: int
+    results: int
+    waits: int
+    blocks: int
+    pieces: int
+
+    @classmethod
+    def of(cls, problem: Problem, pairs: list[int], *, rounds: bool) -> "_Counts":
+        """Count in the plans of all ranks; ``rounds``: whether results have fewer bits than sums."""
+        plans = list(enumerate([cached_ring_plan(problem, rank) for rank in range(problem.ranks)]))
+        return cls(
+            max(pairs), max(_rows_received(steps, rank) for rank, steps in plans),
+            max(_rows_received(steps[:-1], rank) for rank, steps in plans),
+            max(sum(step.length for step in steps) for _, steps in plans),
+            max(_results(steps, problem.queries.shard_length(rank), rounds=rounds) for rank, steps in plans),
+            max(sum(bool(step.received(rank)) for step in steps) for rank, steps in plans),
+            max(sum(len(step.blocks) for step in steps) for _, steps in plans), max(map(len, problem.queries.pieces)))
 
 
 @registered
@@ -88,29 +194,42 @@ def estimates(problem: Problem, sizes: Sizes, links: Links) -> dict[str, Estimat
     """Estimate each schedule; whether it takes the call is another question."""
     ranks = problem.ranks
     pairs = [_pairs_of(problem, rank) for rank in range(ranks)]
-    plans = [cached_ring_plan(problem, rank) for rank in range(ranks)]
-    keys = max(_rows_received(steps, rank) for rank, steps in enumerate(plans))
-    waits = max(sum(bool(step.received(rank)) for step in steps) for rank, steps in enumerate(plans))
-    merged = max(_rows_merged(steps, problem.queries.shard_length(rank)) for rank, steps in enumerate(plans))
-    blocks = max(sum(len(step.blocks) for step in steps) for steps in plans)
-    pieces = max(map(len, problem.queries.pieces))
-    of_key = sizes.b * sizes.hk * (sizes.d + sizes.dv) * sizes.itemsize
-    of_pair = 2 * sizes.b * sizes.hq * (sizes.d + sizes.dv)
+    counts, even = _Counts.of(problem, pairs, rounds=sizes.itemsize < sizes.wide), -(-sum(pairs) // ranks)
     longest = max(problem.queries.shard_length(rank) for rank in range(ranks))
-    received, compute = keys * of_key, max(pairs) * of_pair / links.flops
-    overlapped = max(compute, received / links.bandwidth)
-    # A result is read and written in float32 and a part of it is read, or in float64.
-    merging = merged * sizes.b * sizes.hq * sizes.dv * 3 * max(4, sizes.itemsize) / links.memory
-    groups = groups_of(sizes.hk)
-    first_group = received / groups / links.bandwidth
     moved = _exchanged(longest, sizes, ranks)
-    exchange = _exchange_seconds(moved, longest, sizes, links)
-    even = -(-sum(pairs) // ranks)
-    return {
-        "ring": Estimate(max(pairs), received, overlapped + merging + waits * links.latency + blocks * links.call),
-        "all_gather": Estimate(max(pairs), received, overlapped + first_group
-                               + groups * (links.latency + pieces * links.call)),
-        "ulysses": Estimate(even, moved, even * of_pair / links.flops + exchange + links.call)}
+    exchange, compute = _exchange_seconds(moved, longest, sizes, links) + links.call, even * sizes.of_pair / links.flops
+    return {"ring": _ring(counts, sizes, links), "all_gather": _all_gather(problem, counts, sizes, links),
+            "ulysses": Estimate(even, moved, compute + exchange, BACKWARD * compute + exchange)}
+
+
+def _ring(counts: _Counts, sizes: Sizes, links: Links) -> Estimate:
+    compute, received = counts.pairs * sizes.of_pair / links.flops, counts.received * sizes.of_key
+    travelling = counts.again * sizes.of_key + counts.received * sizes.of_key_gradient
+    calls = counts.waits * links.latency + counts.blocks * links.call
+    of_row = counts.results * sizes.b * sizes.hq * sizes.wide / links.memory
+    merging, sums = of_row * sizes.dv, of_row * sizes.d + counts.received * 3 * sizes.of_key_gradient / links.memory
+    return Estimate(counts.pairs, received, max(compute, received / links.bandwidth) + merging + calls,
+                    max(BACKWARD * compute, travelling / links.bandwidth) + sums + calls)
+
+
+def _all_gather(problem: Problem, counts: _Counts, sizes: Sizes, links: Links) -> Estimate:
+    compute, received = counts.pairs * sizes.of_pair / links.flops, counts.received * sizes.of_key
+    groups = groups_of(received, sizes.hk, counts.pieces, links)
+    again = 0 if keeps_gathered(groups, counts.received, problem.keys) else received
+    gradients = counts.received * sizes.of_key_gradient
+    calls = groups * (links.latency + counts.pieces * links.call)
+    # Own and received keys are read and written where there are both.
+    copies = 2 * counts.held * sizes.of_key / links.memory if received else 0.0
+    summed = counts.received + (counts.held if counts.pieces > 1 else 0)  # dk and dv of each piece, and what arrives
+    rounding = 0
+    if received and sizes.itemsize < sizes.wide:  # of dq, which comes in the dtype of dk and dv
+        longest = max(problem.queries.shard_length(rank) for rank in range(problem.ranks))
+        rounding = 2 * longest * sizes.b * sizes.hq * sizes.d * sizes.wide
+    return Estimate(
+        counts.pairs, received,
+        max(compute, received / links.bandwidth) + received / groups / links.bandwidth + copies + calls,
+        max(BACKWARD * compute, (again + gradients) / links.bandwidth) + (again + gradients) / groups / links.bandwidth
+        + copies + (summed * 3 * sizes.of_key_gradient + rounding) / links.memory + calls, groups)
 
 
 def estimates_of_rows(rows: Problem, queries: Layout, sizes: Sizes, links: Links) -> dict[str, Estimate]:
@@ -128,7 +247,8 @@ def estimates_of_rows(rows: Problem, queries: Layout, sizes: Sizes, links: Links
     seconds = _exchange_seconds(moved, longest, sizes, links)
     kv_heads = max(1, sizes.hk // ranks)
     found = estimates(replace(rows, kv_heads=kv_heads), replace(sizes, hq=sizes.hq // ranks, hk=kv_heads), links)
-    return {name: Estimate(own.pairs, moved + own.bytes_received, seconds + own.seconds)
+    return {name: Estimate(own.pairs, moved + own.bytes_received, seconds + own.seconds,
+                           seconds + own.backward_seconds, own.groups)
             for name, own in found.items() if name != "ulysses"}
 
 
@@ -148,10 +268,12 @@ def _rows_received(steps: tuple[Step, ...], rank: int) -> int:
     return sum(len(part.rows) for step in steps for part in step.parts if part.rank != rank)
 
 
-def _rows_merged(steps: tuple[Step, ...], rows: int) -> int:
-    """Return how many of the blocks' rows of results are added to others that came before."""
-    return sum(len(segment.rows) for blocks in segments_of(steps, rows).of_blocks for segments in blocks
-               for segment in segments if not segment.is_first)
+def _results(steps: tuple[Step, ...], rows: int, *, rounds: bool) -> int:
+    """Return how often rows of the blocks' results are read and written, see :class:`_Counts`."""
+    segments = [segment for blocks in segments_of(steps, rows).of_blocks for own in blocks for segment in own]
+    merged = sum(len(segment.rows) for segment in segments if not segment.is_first)
+    alone = sum(len(segment.rows) for segment in segments if segment.is_first and segment.is_last)
+    return 3 * merged + (2 * alone if rounds and merged else 0)
 
 
 def _pairs_of(problem: Problem, rank: int) -> int:

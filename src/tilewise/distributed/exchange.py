@@ -83,6 +83,11 @@ def unpack(message: Message, forms: Sequence[TensorForm]) -> Sequence[torch.Tens
     return found
 
 
+def tensors_of(forms: Sequence[TensorForm]) -> int:
+    """Return how many tensors a message of these is."""
+    return len(forms) if len(forms) <= _APART else 1
+
+
 def empty_message(forms: Sequence[TensorForm], device: torch.device) -> Message:
     """Return room for a message of such tensors."""
     if len(forms) <= _APART:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from tilewise.backends.base import Results
 from tilewise.distributed.blocks import Call, Tensors, attend_to_block, gradients_of_block, places_of
 from tilewise.distributed.call_plan import CallPlan
-from tilewise.distributed.exchange import Message, TensorForm, Transfer, empty_message, pack, start, unpack
+from tilewise.distributed.exchange import Message, TensorForm, Transfer, empty_message, pack, start, tensors_of, unpack
 from tilewise.distributed.partial import PartialResults, QueryGradient, sinks_gradient, sum_dtype
 from tilewise.distributed.steps import Block, Part, Step
 from tilewise.masks import Span
@@ -35,18 +36,20 @@ class _Keys:
         step: of its plan.
         k, v: of the rank.
         before: of the step before, whose messages are sent again where they are the same.
-        kept: the message that this step had in the forward pass, () where it had none. All ranks have kept theirs, so
+        kept: the messages that this step had in the forward pass, () where it had none. All ranks have kept theirs, so
             nothing is sent or received.
     """
 
     def __init__(self, planned: Planned, step: Step, k: torch.Tensor, v: torch.Tensor,
-                 before: "_Keys | None" = None, kept: Message | None = None) -> None:
+                 before: "_Keys | None" = None, kept: Tensors | None = None) -> None:
         self._step, self._rank, self._own = step, planned.rank, (k, v)
         self._messages: dict[int, Message] = {}
         self._packed: dict[tuple[Span, ...], Message] = {}
         sends = {}
         if kept is not None:
-            self._messages = dict.fromkeys(step.received(planned.rank), kept)
+            left = iter(kept)
+            self._messages = {rank: tuple(islice(left, tensors_of(_forms((k, v), step.heads, parts))))
+                              for rank, parts in step.received(planned.rank).items()}
             self._transfer = start(planned.group, {}, {})
             return
         for rank, parts in step.sent.items():
@@ -61,9 +64,9 @@ class _Keys:
         self._transfer = start(planned.group, sends, self._messages)
 
     @property
-    def message(self) -> Message:
-        """What came from a ring's one other rank of the step, once it is there; () if nothing did."""
-        return next(iter(self._messages.values()), ())
+    def messages(self) -> Tensors:
+        """What came from the step's other ranks, one behind the other, once it is there; () if nothing did."""
+        return tuple(chain.from_iterable(self._messages.values()))
 
     def get(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values of the buffer, (b, heads, rows, d or dv), once they are there."""
@@ -92,14 +95,14 @@ class _Keys:
 
 
 def _steps_with_keys(planned: Planned, k: torch.Tensor, v: torch.Tensor, *, backwards: bool = False,
-                     kept: Message | None = None) -> Iterator[tuple[int, Step, _Keys]]:
+                     kept: Tensors | None = None) -> Iterator[tuple[int, Step, _Keys]]:
     """Yield each step with its number and its keys, while those of the next one are under way.
 
     Args:
         planned: the call.
         k, v: of the rank.
         backwards: whether the last step is the first one.
-        kept: the message of the first one, if it is there.
+        kept: the messages of the first one, if they are there.
     """
     steps = list(enumerate(planned.plan.steps))[::-1 if backwards else 1]
     keys = _Keys(planned, steps[0][1], k, v, kept=kept)
@@ -251,7 +254,7 @@ class StepsFunction(torch.autograd.Function):
         out, lse, max_logit = parts.results()
         ctx.planned = planned
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, out, lse, bias, slopes, sinks, *(keys.message if plan.keeps_last else ()))
+        ctx.save_for_backward(q, k, v, out, lse, bias, slopes, sinks, *(keys.messages if plan.keeps_last else ()))
         if max_logit is None:
             return out, lse
         ctx.mark_non_differentiable(max_logit)
@@ -273,7 +276,8 @@ def _gradients(planned: Planned, saved: Tensors, incoming: tuple[torch.Tensor, t
     """Walk the steps from the last one back, keys and values coming as before and their gradients going back.
 
     In a ring the last step's keys are still there, and the first step's are the own ones: no rank waits for keys before
-    its first block, nor for gradients behind its last one.
+    its first block, nor for gradients behind its last one. An all-gather of one group may have kept all keys: then only
+    gradients are sent.
     """
     q, k, v, out, lse, bias, slopes, sinks, *kept = saved
     call, summed, rows = planned.call, planned.plan.summed, (out, lse, *incoming)

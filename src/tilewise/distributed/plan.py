@@ -91,22 +91,48 @@ def ring_plan(problem: Problem, rank: int, narrow: Narrow = no_narrowing) -> tup
     return tuple(steps)
 
 
-def all_gather_plan(problem: Problem, rank: int, groups: int, narrow: Narrow = no_narrowing) -> tuple[Step, ...]:
-    """Plan one step for each group of heads, in which a rank has all keys that its queries can see."""
+class GatherPlan(NamedTuple):
+    """What a rank does in an all-gather.
+
+    Attributes:
+        steps: one for each group of heads.
+        most_received: rows of keys, of that rank which receives most; alike on every rank.
+    """
+
+    steps: tuple[Step, ...]
+    most_received: int
+
+
+def all_gather_plan(problem: Problem, rank: int, groups: Callable[[int], int],
+                    narrow: Narrow = no_narrowing) -> GatherPlan:
+    """Plan one step for each group of heads, in which a rank has all keys that its queries can see.
+
+    Args:
+        problem: the call.
+        rank: the own one.
+        groups: returns how many there are, a divisor of the heads of keys, for such a ``most_received``.
+        narrow: what is left of a rectangle where data hides the rest.
+    """
     ranks = tuple(range(problem.ranks))
     blocks = rectangles_of(problem, rank, Span(0, problem.keys.length), narrow)
     parts = _parts(problem, blocks, ranks)
     made = _merged(problem, _local_blocks(problem, rank, blocks, parts, is_own=False), is_own=False)
     sends: list[Part] = []
+    most = _received(parts, rank)
     for target in ranks:
         if target != rank:
             theirs = _whole_parts(_parts(
                 problem, rectangles_of(problem, target, Span(0, problem.keys.length), narrow), ranks))
             sends += [part._replace(rank=target) for part in theirs if part.rank == rank]
-    size = problem.kv_heads // groups
-    steps = [Step(Span(first, first + size), _whole_parts(parts), tuple(sends), made)
-             for first in range(0, problem.kv_heads, size)]
-    return tuple(steps)
+            most = max(most, _received(theirs, target))
+    size = problem.kv_heads // groups(most)
+    return GatherPlan(tuple([Step(Span(first, first + size), _whole_parts(parts), tuple(sends), made)
+                             for first in range(0, problem.kv_heads, size)]), most)
+
+
+def _received(parts: Iterable[Part], rank: int) -> int:
+    """Return how many rows of keys come from other ranks."""
+    return sum(len(part.rows) for part in parts if part.rank != rank)
 
 
 # Of masks by position: the estimate of a cost asks for every rank's.

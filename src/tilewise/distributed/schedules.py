@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from tilewise.distributed.arguments import Arguments
 from tilewise.distributed.blocks import check_backends, check_block
-from tilewise.distributed.call_plan import call_plan
+from tilewise.distributed.call_plan import call_plan, planned_problem
 from tilewise.distributed.cost_model import SCHEDULES, Estimate, Links, estimates, estimates_of_rows
 from tilewise.distributed.function import Planned, StepsFunction
 from tilewise.distributed.mesh import Ranks
@@ -40,14 +40,16 @@ class ScheduleExplanation:
             outcome = "chosen" if name == self.chosen else "could serve" if reason is None else f"no: {reason}"
             estimate = self.estimates.get(name)
             modelled = "" if estimate is None else (
-                f"modelled forward {estimate.seconds * 1e6:.0f} us, slowest rank receives {estimate.bytes_received} "
-                f"bytes and computes {estimate.pairs} pairs a head; ")
+                f"modelled forward {estimate.seconds * 1e6:.0f} us, backward {estimate.backward_seconds * 1e6:.0f} us, "
+                f"slowest rank receives {estimate.bytes_received} bytes and computes {estimate.pairs} pairs a head; ")
             lines.append(f"  {name:<10} {modelled}{outcome}")
         return "\n".join(lines)
 
 
 def choose_schedule(arguments: Arguments, schedule: str | None, mesh: tuple[int, ...]) -> str:
     """Return the named schedule, or that of the least estimated time among those that take the call.
+
+    The time is that of both passes where keys have a gradient, which is alike on all ranks, else of the forward pass.
 
     Args:
         arguments: the call.
@@ -64,7 +66,8 @@ def choose_schedule(arguments: Arguments, schedule: str | None, mesh: tuple[int,
         if not taken:
             raise UnsupportedProblem("no schedule takes this call", {name: str(own) for name, own in reasons.items()})
         costs = _estimates(arguments, mesh)
-        return min(taken, key=lambda name: costs[name].seconds)
+        has_backward = bool(arguments.keys_with_gradient)
+        return min(taken, key=lambda name: costs[name].total(with_backward=has_backward))
     check_schedule(schedule, SCHEDULES)
     reason = reasons[schedule]
     if reason is not None:
@@ -84,8 +87,9 @@ def explain_schedule(arguments: Arguments, schedule: str | None, mesh: tuple[int
 
 def _estimates(arguments: Arguments, mesh: tuple[int, ...]) -> dict[str, Estimate]:
     if len(mesh) == 1:
-        return estimates(arguments.problem, arguments.sizes, Links())
-    return estimates_of_rows(over_rows(arguments, mesh[1]).problem, arguments.queries, arguments.sizes, Links())
+        return estimates(planned_problem(arguments), arguments.sizes, Links())
+    rows = planned_problem(over_rows(arguments, mesh[1]))
+    return estimates_of_rows(rows, arguments.queries, arguments.sizes, Links())
 
 
 def _why_not(name: str, arguments: Arguments, mesh: tuple[int, ...]) -> str | None:
