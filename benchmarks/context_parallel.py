@@ -4,11 +4,17 @@
     torchrun --nproc-per-node 8 benchmarks/context_parallel.py --head-ranks 2 --schedules ring all_gather
     torchrun --nproc-per-node 2 benchmarks/context_parallel.py --device cpu --tokens 64 --heads 4 2 --dim 16
 
-On GPUs ranks speak NCCL, on CPUs gloo. Each row is one call of all ranks: its time is that of the slowest rank, the
-median of the repetitions with their 20th and 80th percentiles. Its results are compared with the one-device call first
-where the whole sequence is short enough. *Ideal* is what one rank needs alone, in the same process and on the same
-device, for as many pairs as its share: a causal call of sqrt(ranks) times the tokens; of windows and documents the
-tokens of one rank. *Share of ideal* is that time divided by the row's.
+On GPUs ranks speak NCCL, on CPUs gloo. A cell is a mask, a layout, a length and a pass; its calls are timed in turns,
+so that all of them have the same clocks, and its rows are written once it is done: a run that was cut off goes on with
+the cells that are left. Each row is one call of all ranks: its time is that of the slowest rank, the median of the
+repetitions with their 20th and 80th percentiles; with ``--queue N``, of N calls behind one another, divided by N.
+
+*Ideal* is the time that one GPU alone takes, by our kernels and without messages, for an even share of all visible
+pairs: the call of the whole on one GPU, divided by the number of ranks ("whole / ranks" in the row); or where the whole
+is longer than ``--whole-tokens``, a shorter call, times an even share of the pairs over those of that call ("by
+pairs"). It is the mean over the ranks' GPUs. *Share of ideal* is that time divided by the row's. Rows without a column
+"ideal" are older: theirs is a call of sqrt(ranks) times a rank's tokens, of windows and documents one of the first
+rank's tokens. Results are compared with the whole call's where there is one.
 """
 
 import argparse
@@ -18,8 +24,9 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -33,11 +40,15 @@ import tilewise as tw
 from tilewise.distributed import context_parallel_attention, positions, shard
 
 FIELDS = ("schedule", "layout", "mask", "direction", "ranks", "head_ranks", "tokens_per_rank", "hq", "hk", "d", "dtype",
-          "median_ms", "p20_ms", "p80_ms", "ideal_ms", "share_of_ideal", "largest_difference", "device_name", "torch",
-          "commit", "date")
+          "median_ms", "p20_ms", "p80_ms", "ideal_ms", "share_of_ideal", "largest_difference", "ideal", "queue",
+          "repetitions", "device_name", "torch", "commit", "date")
 MASKS = ("causal", "window", "documents", "full")
-CHECKED = 16384  # tokens of all ranks up to which results are compared with one device's
+LAYOUTS = {"causal": "zigzag", "full": "zigzag", "window": "contiguous", "documents": "contiguous"}
+PASSES = {"forward": "forward", "both": "forward + backward"}
+IDEAL = "ideal"  # the name of that call among those of a cell
 SPREAD = (0.2, 0.8)
+LEAST = 3  # repetitions, however long they take
+Calls = dict[str, Callable[[], tuple[torch.Tensor, ...]]]
 
 
 def parsed(arguments: list[str] | None) -> argparse.Namespace:
@@ -49,30 +60,70 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--masks", nargs="+", choices=MASKS, default=["causal", "window", "documents"])
     parser.add_argument("--window", type=int, default=4096, help="keys that a query sees under the mask 'window'")
     parser.add_argument("--schedules", nargs="+", default=["ring", "all_gather", "ulysses"])
-    parser.add_argument("--layouts", nargs="+", default=["zigzag"])
+    parser.add_argument("--layouts", nargs="+", help="default: contiguous for windows and documents, else zigzag")
+    parser.add_argument("--passes", nargs="+", choices=list(PASSES), default=list(PASSES), help="forward, or forward "
+                        "and backward")
     parser.add_argument("--head-ranks", type=int, default=0, help="ranks that exchange heads: those of the second dim "
                         "of a mesh of two, whose first dim has the schedule; default: a mesh of one dim")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32", "float64"])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
-    parser.add_argument("--repetitions", type=int, default=20)
+    parser.add_argument("--repetitions", type=int, default=20, help="of each call, at most")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of a cell's repetitions, about: they are fewer, "
+                        f"but {LEAST} at least, where calls are long")
+    parser.add_argument("--queue", type=int, default=1, help="calls behind one another, without a wait between them")
+    parser.add_argument("--whole-tokens", type=int, default=262144, help="tokens of all ranks up to which one GPU "
+                        "computes the whole, for the ideal and to compare results")
     parser.add_argument("--commit", default="", help="what is measured, for the rows")
-    parser.add_argument("--out", type=Path, help="CSV, appended to; default: rows are printed")
+    parser.add_argument("--out", type=Path, help="CSV, appended to after each cell; default: rows are "
+                        "printed")
     return parser.parse_args(arguments)
 
 
-def mask_of(name: str, tokens: int, options: argparse.Namespace, shift: bool = True) -> Any:
+@dataclass(frozen=True)
+class Cell:
+    """What is timed together: a mask by name, a layout, tokens of a rank, and whether there is a backward pass."""
+
+    mask: str
+    layout: str
+    tokens: int
+    has_backward: bool
+
+
+def cells_of(options: argparse.Namespace) -> list[Cell]:
+    """Return the cells that were asked for, those of a length one behind the other."""
+    return [Cell(mask, layout, tokens, passes == "both") for tokens in options.tokens for mask in options.masks
+            for layout in options.layouts or [LAYOUTS[mask]] for passes in PASSES if passes in options.passes]
+
+
+def mask_of(cell: Cell, length: int, options: argparse.Namespace) -> Any:
     """Return the mask of a sequence of so many tokens.
 
-    Documents have half of a rank's tokens, and with ``shift`` they cross the borders of all pieces. Ids are on the CPU.
+    Documents have half of a rank's tokens, and cross the borders of all pieces. Ids are on the CPU.
     """
-    if name == "full":
+    if cell.mask == "full":
         return None
-    if name == "causal":
+    if cell.mask == "causal":
         return tw.causal("top_left")
-    if name == "window":
+    if cell.mask == "window":
         return tw.causal("top_left") & tw.window(options.window - 1, 0)
-    each = max(1, options.tokens_now // 2)
-    return tw.causal("top_left") & tw.documents((torch.arange(tokens) + each // 2 * shift) // each)
+    return tw.causal("top_left") & tw.documents(_ids(cell, length))
+
+
+def _ids(cell: Cell, length: int) -> torch.Tensor:
+    each = max(1, cell.tokens // 2)
+    return (torch.arange(length) + each // 2) // each
+
+
+def pairs_of(cell: Cell, length: int, options: argparse.Namespace) -> int:
+    """Return how many pairs of a sequence of so many tokens are visible."""
+    if cell.mask == "full":
+        return length ** 2
+    if cell.mask == "causal":
+        return length * (length + 1) // 2
+    if cell.mask == "window":
+        inside = min(options.window, length)
+        return inside * (inside + 1) // 2 + (length - inside) * inside
+    return sum(own * (own + 1) // 2 for own in torch.bincount(_ids(cell, length)).tolist())
 
 
 def on_device(mask: Any, device: torch.device) -> Any:
@@ -83,23 +134,37 @@ def on_device(mask: Any, device: torch.device) -> Any:
     return mask.band & tw.documents(ids)
 
 
-def timed(call: Callable[[], Any], device: torch.device, repetitions: int,
-          together: dist.ProcessGroup | None) -> list[float]:
-    """Return the milliseconds of each repetition; ``together``: of these ranks' slowest one, started at once."""
-    found = []
-    for repetition in range(repetitions + 2):
-        if together is not None:
-            dist.barrier(together)
-        synchronize(device)
-        begin = time.perf_counter()
+def timed(calls: Calls, device: torch.device, options: argparse.Namespace,
+          together: dist.ProcessGroup) -> dict[str, list[float]]:
+    """Return the milliseconds of each call's repetitions, which take turns, ascending.
+
+    Of the calls of all ranks it is the slowest rank's time, all of them starting at once; of the ideal the mean.
+    """
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    repetitions, done = options.repetitions, -2  # the first ones compile, plan and agree
+    while done < repetitions:
+        for name, call in calls.items():
+            found[name].append(_once(call, device, options.queue, together, averages=name == IDEAL))
+        done += 1
+        if done == 0:
+            round_s = sum(own[-1] for own in found.values()) * options.queue / 1e3
+            repetitions = max(min(LEAST, repetitions), min(repetitions, int(options.seconds / round_s)))
+            found = {name: [] for name in calls}
+    return {name: sorted(own) for name, own in found.items()}
+
+
+def _once(call: Callable[[], Any], device: torch.device, queue: int, together: dist.ProcessGroup, *,
+          averages: bool) -> float:
+    """Return the milliseconds of a call, of so many behind one another: alike on every rank."""
+    dist.barrier(together)
+    synchronize(device)
+    begin = time.perf_counter()
+    for _ in range(queue):
         call()
-        synchronize(device)
-        taken = torch.tensor([(time.perf_counter() - begin) * 1e3], dtype=torch.float64, device=device)
-        if together is not None:
-            dist.all_reduce(taken, dist.ReduceOp.MAX, group=together)
-        if repetition >= 2:  # the first ones compile, plan and agree
-            found.append(taken.item())
-    return sorted(found)
+    synchronize(device)
+    taken = torch.tensor([(time.perf_counter() - begin) * 1e3 / queue], dtype=torch.float64, device=device)
+    dist.all_reduce(taken, dist.ReduceOp.SUM if averages else dist.ReduceOp.MAX, group=together)
+    return taken.item() / (dist.get_world_size(together) if averages else 1)
 
 
 def synchronize(device: torch.device) -> None:
@@ -120,70 +185,126 @@ def step(attend: Callable[..., torch.Tensor], tensors: tuple[torch.Tensor, ...],
 
 
 def drawn(tokens: int, options: argparse.Namespace, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Return q, k, v and dout of so many tokens, alike on every rank."""
-    make = torch.Generator().manual_seed(0)
+    """Return q, k, v and dout of so many tokens, alike on every rank: drawn on its device, of which all are alike."""
+    make = torch.Generator(device).manual_seed(0)
     heads = (options.heads[0], options.heads[1], options.heads[1], options.heads[0])
     dtype = getattr(torch, options.dtype)
-    return tuple([torch.randn(1, count, tokens, options.dim, generator=make).to(dtype).to(device) for count in heads])
+    return tuple([torch.randn(1, count, tokens, options.dim, generator=make, device=device).to(dtype)
+                  for count in heads])
 
 
-def ideal(name: str, options: argparse.Namespace, device: torch.device, ranks: int, with_gradient: bool) -> float:
-    """Return the milliseconds of one rank's share of the pairs on one device."""
-    tokens = options.tokens_now
-    if name in ("causal", "full"):
-        tokens = max(1, round(tokens * math.sqrt(ranks) / 128) * 128 or tokens)
-    q, k, v, dout = drawn(tokens, options, device)
-    mask = on_device(mask_of(name, tokens, options, shift=False), device)
-    call = partial(step, partial(tw.attention, mask=mask), (q, k, v), dout if with_gradient else None)
-    times = timed(call, device, options.repetitions, None)
-    return statistics.median(times)
+@dataclass(frozen=True)
+class Ideal:
+    """The call of one GPU alone.
+
+    Attributes:
+        tokens: of its sequence.
+        times: its time times this is the ideal.
+        how: the word of the rows for it.
+    """
+
+    tokens: int
+    times: float
+    how: str
+
+    @classmethod
+    def of(cls, cell: Cell, options: argparse.Namespace, ranks: int) -> "Ideal":
+        """Choose the whole, or where that is too long, a call with about as many pairs as an even share."""
+        length = cell.tokens * ranks
+        if length <= options.whole_tokens:
+            return cls(length, 1 / ranks, "whole / ranks")
+        tokens = cell.tokens
+        if cell.mask in ("causal", "full"):
+            tokens = max(1, round(tokens * math.sqrt(ranks) / 128) * 128 or tokens)
+        share = pairs_of(cell, length, options) / ranks
+        return cls(tokens, share / pairs_of(cell, tokens, options), "by pairs")
 
 
 def difference(made: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...], own: torch.Tensor) -> float:
     """Return the largest difference of this rank's results from its part of the whole ones."""
-    return max(float((got.double() - whole[:, :, own].double()).abs().max()) for got, whole in zip(
+    wide = torch.promote_types(made[0].dtype, torch.float32)
+    return max(float((got.to(wide) - whole[:, :, own].to(wide)).abs().max()) for got, whole in zip(
         made, wanted, strict=True))
 
 
 def rows_of(options: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Time every combination; all ranks together."""
+    """Time every cell, all ranks together; yield a cell's rows once it is done."""
     ranks, together = mesh.size(), mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD
-    for tokens in options.tokens:
-        options.tokens_now = tokens
-        whole = drawn(tokens * ranks, options, device)
-        for name in options.masks:
-            mask = mask_of(name, tokens * ranks, options)
-            for with_gradient in (False, True):
-                expected = None
-                if tokens * ranks <= CHECKED:
-                    local = on_device(mask, device)
-                    expected = step(partial(tw.attention, mask=local), whole[:3], whole[3] if with_gradient else None)
-                alone = ideal(name, options, device, ranks, with_gradient)
-                for layout in options.layouts:
-                    own = positions(mesh, length=tokens * ranks, layout=layout, device=device)
-                    *parts, dout = (shard(one, mesh, dim=2, layout=layout).contiguous() for one in whole)
-                    for schedule in options.schedules:
-                        attend = partial(context_parallel_attention, mesh=mesh, layout=layout, mask=mask,
-                                         schedule=schedule)
-                        call = partial(step, attend, tuple(parts), dout if with_gradient else None)
-                        wrong = None if expected is None else difference(call(), expected, own)
-                        times = timed(call, device, options.repetitions, together)
-                        yield row(options, (schedule, layout, name, with_gradient), ranks, times, (alone, wrong))
+    whole: tuple[torch.Tensor, ...] = ()
+    for cell in cells_of(options):
+        if not whole or whole[0].shape[2] != cell.tokens * ranks:
+            whole = ()  # two lengths at once may not fit
+            whole = drawn(cell.tokens * ranks, options, device)
+        yield from Timing(cell, options, mesh, device, together).rows(whole)
 
 
-def row(options: argparse.Namespace, what: tuple[str, str, str, bool], ranks: int, times: list[float],
-        beside: tuple[float, float | None]) -> dict[str, Any]:
-    """Return a line of the table."""
-    schedule, layout, mask, with_gradient = what
-    median, (alone, wrong) = statistics.median(times), beside
-    low, high = (times[min(len(times) - 1, int(part * len(times)))] for part in SPREAD)
-    name = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
-    values = (schedule, layout, mask, "forward + backward" if with_gradient else "forward", ranks,
-              options.head_ranks or "", options.tokens_now, *options.heads, options.dim, options.dtype,
-              f"{median:.3f}", f"{low:.3f}", f"{high:.3f}", f"{alone:.3f}",
-              f"{alone / median:.3f}", "" if wrong is None else f"{wrong:.1e}", name, torch.__version__, options.commit,
-              datetime.now(UTC).date().isoformat())
-    return dict(zip(FIELDS, values, strict=True))
+@dataclass(frozen=True)
+class Timing:
+    """A cell on these ranks."""
+
+    cell: Cell
+    options: argparse.Namespace
+    mesh: DeviceMesh
+    device: torch.device
+    together: Any
+
+    def rows(self, whole: tuple[torch.Tensor, ...]) -> Iterator[dict[str, Any]]:
+        """Compare results, time all calls in turns, and yield a row for each."""
+        cell, options = self.cell, self.options
+        ideal, calls = Ideal.of(cell, options, self.mesh.size()), self._ours(whole)
+        wrong = self._differences(calls, whole, ideal)
+        times = timed(calls | {IDEAL: self._alone(whole, ideal)}, self.device, options, self.together)
+        alone = statistics.median(times.pop(IDEAL)) * ideal.times
+        for name, own in times.items():
+            yield row(options, cell, name, own, {
+                "ranks": self.mesh.size(), "ideal_ms": f"{alone:.3f}", "ideal": ideal.how,
+                "largest_difference": "" if wrong[name] is None else f"{wrong[name]:.1e}"})
+
+    def _ours(self, whole: tuple[torch.Tensor, ...]) -> Calls:
+        """Return a call for each schedule, on this rank's shards."""
+        cell, found = self.cell, {}
+        mask = mask_of(cell, whole[0].shape[2], self.options)
+        *parts, dout = (shard(one, self.mesh, dim=2, layout=cell.layout).contiguous() for one in whole)
+        for schedule in self.options.schedules:
+            attend = partial(context_parallel_attention, mesh=self.mesh, layout=cell.layout, mask=mask,
+                             schedule=schedule)
+            found[schedule] = partial(step, attend, tuple(parts), dout if cell.has_backward else None)
+        return found
+
+    def _alone(self, whole: tuple[torch.Tensor, ...], ideal: Ideal) -> Callable[[], tuple[torch.Tensor, ...]]:
+        """Return the call of one GPU."""
+        own = whole if ideal.tokens == whole[0].shape[2] else drawn(ideal.tokens, self.options, self.device)
+        mask = on_device(mask_of(self.cell, ideal.tokens, self.options), self.device)
+        return partial(step, partial(tw.attention, mask=mask), own[:3], own[3] if self.cell.has_backward else None)
+
+    def _differences(self, calls: Calls, whole: tuple[torch.Tensor, ...], ideal: Ideal) -> dict[str, float | None]:
+        """Return each call's largest difference from the whole one, on any rank; None where that is too long."""
+        if ideal.tokens != whole[0].shape[2]:
+            return dict.fromkeys(calls)
+        expected = self._alone(whole, ideal)()
+        own = positions(self.mesh, length=ideal.tokens, layout=self.cell.layout, device=self.device)
+        found = torch.tensor([difference(call(), expected, own) for call in calls.values()], dtype=torch.float64,
+                             device=self.device)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.together)
+        return dict(zip(calls, found.tolist(), strict=True))
+
+
+def row(options: argparse.Namespace, cell: Cell, schedule: str, times: list[float],
+        found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a line of the table: of times, and of what else was found."""
+    made: dict[str, Any] = dict.fromkeys(FIELDS, "") | {
+        "schedule": schedule, "layout": cell.layout, "mask": cell.mask,
+        "direction": PASSES["both" if cell.has_backward else "forward"], "head_ranks": options.head_ranks or "",
+        "tokens_per_rank": cell.tokens, "hq": options.heads[0], "hk": options.heads[1], "d": options.dim,
+        "dtype": options.dtype, "queue": options.queue, "torch": torch.__version__, "commit": options.commit,
+        "device_name": torch.cuda.get_device_name() if options.device == "cuda" else "CPU",
+        "date": datetime.now(UTC).date().isoformat()} | found
+    if times is not None:
+        median = statistics.median(times)
+        low, high = (times[min(len(times) - 1, int(part * len(times)))] for part in SPREAD)
+        made |= {"median_ms": f"{median:.3f}", "p20_ms": f"{low:.3f}", "p80_ms": f"{high:.3f}",
+                 "share_of_ideal": f"{float(made['ideal_ms']) / median:.3f}", "repetitions": len(times)}
+    return made
 
 
 @contextmanager
@@ -193,8 +314,8 @@ def group(options: argparse.Namespace) -> Iterator[tuple[DeviceMesh, torch.devic
     if options.device == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if options.device == "cuda" else "gloo",
-                            device_id=device if options.device == "cuda" else None)
+    by_nccl = options.device == "cuda" and dist.is_nccl_available()
+    dist.init_process_group("nccl" if by_nccl else "gloo", device_id=device if by_nccl else None)
     try:
         ranks, size = dist.get_world_size(), options.head_ranks
         if size:
@@ -206,11 +327,15 @@ def group(options: argparse.Namespace) -> Iterator[tuple[DeviceMesh, torch.devic
 
 
 def write(found: dict[str, Any], out: Path | None) -> None:
-    """Add a row to a file, or print it."""
+    """Add a row to a file, or print it; a file with other columns is refused, whose rows mean something else."""
     if out is None:
         print(", ".join(f"{name} {value}" for name, value in found.items() if value != ""), flush=True)
         return
     is_new = not out.exists()
+    if not is_new:
+        with out.open(newline="") as file:
+            if tuple(next(csv.reader(file), ())) != FIELDS:
+                raise SystemExit(f"{out} has other columns than these rows: {', '.join(FIELDS)}; name a new file.")
     with out.open("a", newline="") as file:
         writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
         if is_new:
@@ -219,13 +344,19 @@ def write(found: dict[str, Any], out: Path | None) -> None:
 
 
 def table(path: Path) -> str:
+    """Return a file's rows as Markdown, see :func:`table_of`."""
+    with path.open(newline="") as file:
+        return table_of(csv.DictReader(file))
+
+
+def table_of(rows: Iterable[Mapping[str, Any]]) -> str:
     """Return rows as Markdown: of each call and schedule its time, and what share of ideal that is."""
-    with path.open() as file:
-        rows = list(csv.DictReader(file))
+    rows = [row for row in rows if row["median_ms"]]  # without those that were refused
     schedules = list(dict.fromkeys(row["schedule"] for row in rows))
     calls: dict[str, dict[str, str]] = {}
     for row in rows:
-        name = f"{row['mask']}, {row['layout']}, {row['tokens_per_rank']} tokens a rank, {row['direction']}"
+        queued = "" if str(row.get("queue") or 1) == "1" else f", {row['queue']} behind one another"
+        name = f"{row['mask']}, {row['layout']}, {row['tokens_per_rank']} tokens a rank, {row['direction']}{queued}"
         cell = f"{float(row['median_ms']):.2f} ms, {float(row['share_of_ideal']):.2f}"
         calls.setdefault(name, {"ideal": f"{float(row['ideal_ms']):.2f} ms"})[row["schedule"]] = cell
     lines = [f"| call | ideal | {' | '.join(schedules)} |", "|---|" + "---:|" * (1 + len(schedules))]
@@ -234,12 +365,16 @@ def table(path: Path) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Time, and let the first rank write."""
-    options = parsed(arguments)
+    """Time, and let the first rank write each row, and print this run's table at the end."""
+    options, rows = parsed(arguments), []
     with group(options) as (mesh, device):
+        is_first = dist.get_rank() == 0
         for found in rows_of(options, mesh, device):
-            if dist.get_rank() == 0:
+            rows.append(found)
+            if is_first:
                 write(found, options.out)
+    if is_first:
+        print(table_of(rows), flush=True)
     return 0
 
 

@@ -37,14 +37,21 @@ class Rates:
     backward: float
 
 
-def rates_of(path: Path) -> Rates:
-    """Return the rates of the longest causal call that the rows have on one GPU."""
+def rows_at(path: Path) -> list[dict[str, str]]:
+    """Return the rows of calls that were waited for one by one, without those that were refused."""
     with path.open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["mask"] == "causal"]
-    longest = max(int(row["tokens_per_rank"]) for row in rows)
-    rows = [row for row in rows if int(row["tokens_per_rank"]) == longest]
-    ms = {row["direction"]: float(row["ideal_ms"]) for row in rows}
-    # One rank's share of the pairs of all: a causal call of sqrt(ranks) times the tokens.
+        return [row for row in csv.DictReader(file) if row["share_of_ideal"] and (row.get("queue") or "1") == "1"]
+
+
+def rates_of(path: Path) -> Rates:
+    """Return the rates of the longest causal call that the rows have on one GPU, in both passes."""
+    rows = [row for row in rows_at(path) if row["mask"] == "causal"]
+    passes: dict[int, dict[str, float]] = {}
+    for row in rows:
+        passes.setdefault(int(row["tokens_per_rank"]), {})[row["direction"]] = float(row["ideal_ms"])
+    longest = max(length for length, ms in passes.items() if len(ms) == 2)
+    rows, ms = [row for row in rows if int(row["tokens_per_rank"]) == longest], passes[longest]
+    # An even share of the pairs of all.
     operations = 4 * int(rows[0]["hq"]) * int(rows[0]["d"]) * longest ** 2 * int(rows[0]["ranks"]) / 2
     forward = ms["forward"] / 1e3
     return Rates(operations / forward, BACKWARD * operations / (ms["forward + backward"] / 1e3 - forward))
@@ -108,8 +115,7 @@ def measured(path: Path) -> dict[tuple[str, int, int, str], str]:
 
     Without those of documents, which have other lengths there.
     """
-    with path.open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["direction"] == "forward + backward"]
+    rows = [row for row in rows_at(path) if row["direction"] == "forward + backward"]
     return {(row["mask"], int(row["ranks"]), int(row["tokens_per_rank"]), row["schedule"]):
             f" ({float(row['share_of_ideal']):.2f})" for row in rows if row["mask"] != "documents"}
 

@@ -1,5 +1,6 @@
 """What ranks do in the tests of behaviour: each function runs on every rank of a mesh."""
 
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -406,13 +407,18 @@ def part_of_a_larger_mesh(mesh):
     return float((together - tw.attention(*whole, mask=tw.causal())).abs().max())
 
 
-def benchmark(mesh, arguments):
-    """Run benchmarks/context_parallel.py on the ranks that are here, instead of those that torchrun starts."""
+def script(name):
+    """Import a script of benchmarks/."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
     try:
-        import context_parallel
+        return importlib.import_module(name)
     finally:
         sys.path.pop(0)
+
+
+def benchmark(mesh, arguments):
+    """Run benchmarks/context_parallel.py on the ranks that are here, instead of those that torchrun starts."""
+    context_parallel = script("context_parallel")
     options = context_parallel.parsed(arguments)
     for row in context_parallel.rows_of(options, mesh, torch.device("cpu")):
         if dist.get_rank() == 0:

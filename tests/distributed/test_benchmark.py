@@ -4,6 +4,9 @@ import csv
 import importlib
 import sys
 
+import pytest
+import torch
+
 from distributed.conftest import ROOT
 
 
@@ -23,6 +26,68 @@ def test_the_benchmark_writes_a_row_for_each_call(workers, tmp_path):
         assert float(row["median_ms"]) > 0
         assert float(row["ideal_ms"]) > 0
         assert (row["ranks"], row["head_ranks"], row["commit"], row["tokens_per_rank"]) == ("2", "", "0123", "32")
+        assert (row["ideal"], row["queue"], row["repetitions"]) == ("whole / ranks", "1", "1")
+        assert row["layout"] == ("zigzag" if row["mask"] == "causal" else "contiguous")
+
+
+def test_one_cell_is_asked_for_by_flags_and_has_an_ideal_without_the_whole(workers, tmp_path):
+    out = tmp_path / "rows.csv"
+    workers.run(2, "distributed.behaviour", "benchmark", [
+        "--device", "cpu", "--tokens", "32", "--heads", "4", "2", "--dim", "8", "--dtype", "float64", "--masks",
+        "window", "--window", "9", "--passes", "both", "--schedules", "all_gather", "--repetitions", "4", "--seconds",
+        "0", "--queue", "2", "--whole-tokens", "63", "--out", str(out)])
+    with out.open() as file:
+        (row,) = csv.DictReader(file)
+    assert (row["schedule"], row["mask"], row["direction"]) == ("all_gather", "window", "forward + backward")
+    assert (row["ideal"], row["queue"], row["repetitions"], row["largest_difference"]) == ("by pairs", "2", "3", "")
+    assert float(row["share_of_ideal"]) == pytest.approx(float(row["ideal_ms"]) / float(row["median_ms"]), abs=2e-3)
+
+
+def test_cells_of_a_length_follow_one_another():
+    module = script("context_parallel")
+    options = module.parsed(["--tokens", "8", "16", "--masks", "causal", "window", "--passes", "both"])
+    assert module.cells_of(options) == [module.Cell(mask, layout, tokens, True) for tokens in (8, 16)
+                                        for mask, layout in (("causal", "zigzag"), ("window", "contiguous"))]
+
+
+@pytest.mark.parametrize("length", [5, 24, 64])
+@pytest.mark.parametrize("mask", ["causal", "window", "documents", "full"])
+def test_pairs_are_those_that_a_mask_leaves_visible(mask, length):
+    module = script("context_parallel")
+    options = module.parsed(["--window", "9"])
+    cell = module.Cell(mask, "zigzag", 16, False)
+    visible = torch.ones(length, length, dtype=torch.bool)
+    if mask != "full":
+        visible = visible.tril()
+    if mask == "window":
+        visible = visible.triu(-8)
+    if mask == "documents":
+        ids = (torch.arange(length) + 4) // 8
+        visible &= ids[:, None] == ids
+    assert module.pairs_of(cell, length, options) == visible.sum()
+
+
+def test_an_ideal_is_an_even_share_of_the_pairs_of_all_ranks():
+    module = script("context_parallel")
+    options = module.parsed(["--window", "9", "--whole-tokens", "64"])
+    for mask in ("causal", "window", "documents", "full"):
+        assert module.Ideal.of(module.Cell(mask, "zigzag", 16, False), options, 4) == module.Ideal(
+            64, 1 / 4, "whole / ranks")
+        cell = module.Cell(mask, "zigzag", 512, False)
+        found = module.Ideal.of(cell, options, 4)
+        assert found.how == "by pairs"
+        assert found.tokens == (1024 if mask in ("causal", "full") else 512)
+        pairs = [module.pairs_of(cell, length, options) for length in (2048, found.tokens)]
+        assert found.times == pytest.approx(pairs[0] / 4 / pairs[1])
+    assert found.times == 1.0  # of "full": as many pairs
+
+
+def test_rows_are_not_added_to_older_ones_that_mean_something_else(tmp_path):
+    path = written(tmp_path, [{"schedule": "ring", "ideal_ms": "1.0"}])
+    before = path.read_text()
+    with pytest.raises(SystemExit, match="has other columns"):
+        script("context_parallel").write({"schedule": "ring"}, path)
+    assert path.read_text() == before
 
 
 def test_the_benchmark_takes_a_mesh_of_two_dims(workers, tmp_path):
@@ -42,6 +107,11 @@ def test_rows_become_tables(tmp_path):
             for name, time, share in (("ring", "1.25", "0.8"), ("ulysses", "2.0", "0.5"))]
     assert script("context_parallel").table(written(tmp_path, rows)).splitlines()[2:] == [
         "| causal, zigzag, 64 tokens a rank, forward | 1.00 ms | 1.25 ms, 0.80 | 2.00 ms, 0.50 |"]
+    queued = [row | {"queue": queue} for row, queue in zip(rows, ("1", "4"), strict=True)]
+    refused = [rows[0] | {"schedule": "other", "median_ms": "", "share_of_ideal": ""}]
+    assert script("context_parallel").table_of(queued + refused).splitlines()[2:] == [
+        "| causal, zigzag, 64 tokens a rank, forward | 1.00 ms | 1.25 ms, 0.80 |  |",
+        "| causal, zigzag, 64 tokens a rank, forward, 4 behind one another | 1.00 ms |  | 2.00 ms, 0.50 |"]
     rows = [{"schedule": "ring", **shape, "ranks": "4", "slowest_ms": "2.0", "balance": "0.9", "pairs_balance": "1.0",
              "overhead": "0.25"}]
     assert script("context_parallel_balance").table(written(tmp_path, rows)).splitlines()[2:] == [
