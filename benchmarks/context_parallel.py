@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 8 benchmarks/context_parallel.py --tokens 8192 32768 131072 --out context-parallel.csv
     torchrun --nproc-per-node 8 benchmarks/context_parallel.py --head-ranks 2 --schedules ring all_gather
+    torchrun --nproc-per-node 2 benchmarks/context_parallel.py --passes both --peers torch_allgather_flash
     torchrun --nproc-per-node 2 benchmarks/context_parallel.py --device cpu --tokens 64 --heads 4 2 --dim 16
 
 On GPUs ranks speak NCCL, on CPUs gloo. A cell is a mask, a layout, a length and a pass; its calls are timed in turns,
@@ -15,6 +16,9 @@ is longer than ``--whole-tokens``, a shorter call, times an even share of the pa
 pairs"). It is the mean over the ranks' GPUs. *Share of ideal* is that time divided by the row's. Rows without a column
 "ideal" are older: theirs is a call of sqrt(ranks) times a rank's tokens, of windows and documents one of the first
 rank's tokens. Results are compared with the whole call's where there is one.
+
+``--peers`` are timed beside ours on the same shards, after their results have been compared with ours
+(context_parallel_torch.py); a peer that does not take a cell has a row that says why.
 """
 
 import argparse
@@ -25,13 +29,14 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import context_parallel_torch as peer_of_torch
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -41,7 +46,7 @@ from tilewise.distributed import context_parallel_attention, positions, shard
 
 FIELDS = ("schedule", "layout", "mask", "direction", "ranks", "head_ranks", "tokens_per_rank", "hq", "hk", "d", "dtype",
           "median_ms", "p20_ms", "p80_ms", "ideal_ms", "share_of_ideal", "largest_difference", "ideal", "queue",
-          "repetitions", "device_name", "torch", "commit", "date")
+          "repetitions", "note", "device_name", "torch", "commit", "date")
 MASKS = ("causal", "window", "documents", "full")
 LAYOUTS = {"causal": "zigzag", "full": "zigzag", "window": "contiguous", "documents": "contiguous"}
 PASSES = {"forward": "forward", "both": "forward + backward"}
@@ -63,6 +68,8 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--layouts", nargs="+", help="default: contiguous for windows and documents, else zigzag")
     parser.add_argument("--passes", nargs="+", choices=list(PASSES), default=list(PASSES), help="forward, or forward "
                         "and backward")
+    parser.add_argument("--peers", nargs="*", choices=peer_of_torch.PEERS, default=[], help="torch's context parallel "
+                        "attention: how keys come, and which kernel computes")
     parser.add_argument("--head-ranks", type=int, default=0, help="ranks that exchange heads: those of the second dim "
                         "of a mesh of two, whose first dim has the schedule; default: a mesh of one dim")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32", "float64"])
@@ -249,16 +256,23 @@ class Timing:
     together: Any
 
     def rows(self, whole: tuple[torch.Tensor, ...]) -> Iterator[dict[str, Any]]:
-        """Compare results, time all calls in turns, and yield a row for each."""
+        """Compare results, time all calls in turns, and yield a row for each, and for each peer that refuses."""
         cell, options = self.cell, self.options
-        ideal, calls = Ideal.of(cell, options, self.mesh.size()), self._ours(whole)
-        wrong = self._differences(calls, whole, ideal)
-        times = timed(calls | {IDEAL: self._alone(whole, ideal)}, self.device, options, self.together)
-        alone = statistics.median(times.pop(IDEAL)) * ideal.times
-        for name, own in times.items():
-            yield row(options, cell, name, own, {
-                "ranks": self.mesh.size(), "ideal_ms": f"{alone:.3f}", "ideal": ideal.how,
-                "largest_difference": "" if wrong[name] is None else f"{wrong[name]:.1e}"})
+        with ExitStack() as stack:
+            ideal, calls = Ideal.of(cell, options, self.mesh.size()), self._ours(whole)
+            wrong, notes = self._differences(calls, whole, ideal), dict.fromkeys(calls, "")
+            reason = peer_of_torch.why_not(cell.mask, cell.layout, self.mesh, self.device) if options.peers else None
+            if options.peers and reason is None:
+                shards = stack.enter_context(peer_of_torch.sharded(self.mesh, whole))
+                self._add_peers(shards, calls, wrong, notes)
+            notes |= {name: f"refused: {reason}" for name in options.peers if reason is not None}
+            calls[IDEAL] = self._alone(whole, ideal)
+            times = timed(calls, self.device, options, self.together)
+            alone = statistics.median(times.pop(IDEAL)) * ideal.times
+            for name, note in notes.items():
+                yield row(options, cell, name, times.get(name), {
+                    "ranks": self.mesh.size(), "ideal_ms": f"{alone:.3f}", "ideal": ideal.how, "note": note,
+                    "largest_difference": "" if wrong.get(name) is None else f"{wrong[name]:.1e}"})
 
     def _ours(self, whole: tuple[torch.Tensor, ...]) -> Calls:
         """Return a call for each schedule, on this rank's shards."""
@@ -288,10 +302,25 @@ class Timing:
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self.together)
         return dict(zip(calls, found.tolist(), strict=True))
 
+    def _add_peers(self, shards: list[torch.Tensor], calls: Calls, wrong: dict[str, float | None],
+                   notes: dict[str, str]) -> None:
+        """Add the peers whose results are ours, and say of all what there is to say."""
+        ours = next(iter(calls.values()))()
+        *parts, dout = shards
 
-def row(options: argparse.Namespace, cell: Cell, schedule: str, times: list[float],
+        def run(attend: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, ...]:
+            return step(attend, tuple(parts), dout if self.cell.has_backward else None)
+
+        for name in self.options.peers:
+            attend, wrong[name], said = peer_of_torch.checked(name, run, ours, self.together)
+            notes[name] = said if attend is not None else f"refused: {said}"
+            if attend is not None:
+                calls[name] = partial(run, attend)
+
+
+def row(options: argparse.Namespace, cell: Cell, schedule: str, times: list[float] | None,
         found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a line of the table: of times, and of what else was found."""
+    """Return a line of the table: of times, or None of a call that was refused, and of what else was found."""
     made: dict[str, Any] = dict.fromkeys(FIELDS, "") | {
         "schedule": schedule, "layout": cell.layout, "mask": cell.mask,
         "direction": PASSES["both" if cell.has_backward else "forward"], "head_ranks": options.head_ranks or "",
@@ -375,6 +404,10 @@ def main(arguments: list[str] | None = None) -> int:
                 write(found, options.out)
     if is_first:
         print(table_of(rows), flush=True)
+        for found in rows:
+            if found["note"]:
+                print(f"{found['mask']}, {found['tokens_per_rank']} tokens a rank, {found['direction']}, "
+                      f"{found['schedule']}: {found['note']}", flush=True)
     return 0
 
 

@@ -423,3 +423,45 @@ def benchmark(mesh, arguments):
     for row in context_parallel.rows_of(options, mesh, torch.device("cpu")):
         if dist.get_rank() == 0:
             context_parallel.write(row, options.out)
+
+
+def shards_of_torch(mesh):
+    """Return whether torch's helper shards as "zigzag" does, leaves the wholes, and gives SDPA back."""
+    wholes, sdpa = inputs(s=32), torch.nn.functional.scaled_dot_product_attention
+    before = [whole.clone() for whole in wholes]
+    with script("context_parallel_torch").sharded(mesh, wholes) as parts:
+        replaced = torch.nn.functional.scaled_dot_product_attention is not sdpa
+        same = all(part.equal(own) for part, own in zip(parts, shards(mesh, s=32), strict=True))
+    left = all(whole.equal(own) for whole, own in zip(wholes, before, strict=True))
+    return same, left, replaced, torch.nn.functional.scaled_dot_product_attention is sdpa
+
+
+def peers_checked(mesh):
+    """Return what is found of peers that are right, right with repeated heads, wrong on one rank, or that raise."""
+    module, rank, own, found = script("context_parallel_torch"), mesh.get_local_rank(), torch.ones(1, 2, 4, 8), {}
+
+    def refuse(*_):
+        raise RuntimeError("no such kernel\nand more")
+
+    def outcome(name, grouped, repeated):
+        attends = {False: grouped, True: repeated}
+        with patch.object(module, "attend_of", lambda peer, *, repeats: attends[repeats]):
+            attend, difference, said = module.checked("any", lambda attend: (attend(own, own, own),), (own,),
+                                                      group_of(mesh))
+        found[name] = None if attend is None else attend is repeated, difference, said
+
+    def near(q, k, v):
+        return q + 5e-5 * rank
+
+    def far(q, k, v):
+        return q + rank
+
+    def empty(q, k, v):
+        return q * float("nan")
+
+    outcome("right", near, refuse)
+    outcome("repeated", refuse, near)
+    outcome("wrong", far, far)
+    outcome("nan", empty, empty)
+    outcome("raises", refuse, refuse)
+    return found

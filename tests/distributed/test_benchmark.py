@@ -82,6 +82,37 @@ def test_an_ideal_is_an_even_share_of_the_pairs_of_all_ranks():
     assert found.times == 1.0  # of "full": as many pairs
 
 
+def test_a_peer_that_takes_no_cell_has_rows_that_say_why(workers, tmp_path):
+    out = tmp_path / "rows.csv"
+    workers.run(2, "distributed.behaviour", "benchmark", [
+        "--device", "cpu", "--tokens", "32", "--heads", "4", "2", "--dim", "8", "--passes", "forward", "--repetitions",
+        "1", "--schedules", "ring", "--peers", *script("context_parallel_torch").PEERS, "--out", str(out)])
+    with out.open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 3 * 5
+    refused = {(row["mask"], row["note"]) for row in rows if row["schedule"].startswith("torch_")}
+    assert refused == {("causal", "refused: has no kernel for CPUs: it takes those of CUDA alone"), *(
+        (mask, f"refused: takes is_causal alone with its load balancing, and no mask: no {mask}")
+        for mask in ("window", "documents"))}
+    assert {row["median_ms"] for row in rows if row["schedule"] != "ring"} == {""}
+
+
+def test_torch_shards_as_zigzag_does_and_gives_back_what_it_replaced(workers):
+    assert workers.run(2, "distributed.behaviour", "shards_of_torch") == [(True, True, True, True)] * 2
+
+
+def test_a_peer_is_timed_where_every_rank_finds_its_results_to_be_ours(workers):
+    first, second = workers.run(2, "distributed.behaviour", "peers_checked")
+    right = pytest.approx(5e-5, rel=1e-2)
+    for found in (first, second):
+        assert found["right"] == (False, right, "")
+        assert found["repeated"] == (True, right, "heads of keys repeated")
+        assert found["nan"] == (None, None, "differs from ours by nan")
+        assert found["raises"] == (None, None, "RuntimeError: no such kernel")
+    assert first["wrong"] == (None, None, "another rank refused")
+    assert second["wrong"] == (None, None, "differs from ours by 1.0e+00")
+
+
 def test_rows_are_not_added_to_older_ones_that_mean_something_else(tmp_path):
     path = written(tmp_path, [{"schedule": "ring", "ideal_ms": "1.0"}])
     before = path.read_text()
