@@ -61,6 +61,8 @@ BACKWARD_DROPOUT_SPILL_BOUND_ELSEWHERE = 416
 # With slopes, d 128: 3.6.0 176 bytes, 256 in order and 288 with packed sequences, 3.8.0 264, 3.9.0 416.
 BACKWARD_SLOPES_SPILL_BOUND = {NEWEST: 448}
 BACKWARD_SLOPES_SPILL_BOUND_ELSEWHERE = 320
+# With slopes and augmented K: 3.6.0 32 bytes at d 64 and 80 at d 128, 3.8.0 8 and 88, 3.9.0 104 and 48.
+AUGMENTED_SLOPES_SPILL_BOUND = 112
 DROPOUT_OF_ALL_SPILL_BOUND = {BETWEEN: 448, NEWEST: 672}
 DROPOUT_OF_ALL_SPILL_BOUND_ELSEWHERE = 496
 # The sum of a bias's gradient: 3.6.0 none, but 40 bytes of a float32 bias and 64 where rows are not cut at 16 bytes;
@@ -273,6 +275,18 @@ def test_slopes_in_the_backward_compile_within_registers_and_shared_memory(versi
         wanted.append(backward(64, options=[*slopes, "softcap", "seed"], **BACKWARD_CONFIGS[64][0]))
         wanted.append(backward(128, options=[*slopes, "documents_q", "documents_k"], **D128))
     check_backward(version, wanted, BACKWARD_SLOPES_SPILL_BOUND.get(version, BACKWARD_SLOPES_SPILL_BOUND_ELSEWHERE))
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_slopes_with_augmented_k_compile_within_registers_and_shared_memory(version):
+    slopes, documents = ["alibi_slopes"], ["documents_q", "documents_k"]
+    wanted = [backward(d, "window", options=slopes, **configs[0]) for d, configs in AUGMENTED_K_CONFIGS.items()]
+    if version == OLDEST:
+        wanted += [backward(d, options=slopes, **config) for d, configs in AUGMENTED_K_CONFIGS.items()
+                   for config in configs]
+        wanted += [backward(d, options=[*slopes, *documents], **configs[0])
+                   for d, configs in AUGMENTED_K_CONFIGS.items()]
+    check_backward(version, wanted, AUGMENTED_SLOPES_SPILL_BOUND)
 
 
 @pytest.mark.parametrize("version", VERSIONS)

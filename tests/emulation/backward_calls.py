@@ -36,6 +36,28 @@ def with_slopes(problem, slopes):
     return replace(problem, scores=ScoreOptions(alibi_slopes=spec))
 
 
+# Masks under which no key that is seen is ahead of its query: groups of heads, diagonals of unequal lengths, queries
+# and keys that are not read, and lengths that are no multiple of a block.
+NONE_AHEAD = {
+    "causal": (causal("bottom_right"), (270, 330), (2, 1)),
+    "top_left": (causal("top_left"), (300, 200), (2, 2)),
+    "fewer_keys": (causal("bottom_right"), (300, 210), (2, 1)),
+    "window": (window(100, 0, "top_left"), (300, 280), (2, 1)),
+    "few": (causal("top_left"), (70, 40), (2, 2)),
+}
+# Of each head, also negative: of each batch entry, or of all, in 16 bits.
+SLOPES = {"entries": torch.tensor([[0.5, -0.01], [-0.02, 4.0]]), "shared": torch.tensor([[0.25, -0.015625]]).bfloat16()}
+
+
+def with_true_lse(problem, tensors, taken_off):
+    """The tensors with lse as the forward pass would have it: no probability is more than 1."""
+    q, k, v, dout, lse, delta = tensors
+    queries, keys = problem.seeing_queries, problem.seen_keys
+    visible = problem.mask.visible(problem.sq, problem.sk)[queries.start:queries.stop, keys.start:keys.stop]
+    scores = SCALE * q.double() @ k.double().repeat_interleave(problem.group, 1).mT - taken_off
+    return q, k, v, dout, scores.masked_fill(~visible, -torch.inf).logsumexp(-1).to(lse.dtype), delta
+
+
 def alibi_of(problem, slopes):
     """What ALiBi takes off the scores of queries and keys that take part."""
     queries, keys = problem.seeing_queries, problem.seen_keys
@@ -72,10 +94,18 @@ def compare(gradients, wanted):
         torch.testing.assert_close(got.double(), want, rtol=4e-3, atol=4e-3 * float(want.abs().max()))
 
 
-def extra_columns_of(lse, delta):
-    """What hopper_augmented_k_kernel writes, of queries that see something."""
+def extra_columns_of(lse, delta, slopes=None):
+    """What hopper_augmented_k_kernel writes; with ALiBi's slopes also of queries past the last one."""
+    parts = [(0, -lse / SCALE), (3, -delta)]
+    if slopes is not None:
+        ahead = -lse.shape[-1] % 64
+        lse, delta = (torch.nn.functional.pad(rows, (0, ahead), value=past) for rows, past in (
+            (lse, torch.inf), (delta, 0.0)))
+        slopes = slopes.float()[..., None].expand(lse.shape)
+        of_queries = -(lse + slopes * (torch.arange(lse.shape[-1]) % 64)) / SCALE
+        parts = [(0, of_queries.clamp(min=-1e30)), (3, -delta), (6, slopes / SCALE)]
     columns = torch.zeros(*lse.shape, 16, dtype=torch.bfloat16)
-    for first, rest in ((0, -lse / SCALE), (3, -delta)):
+    for first, rest in parts:
         for i in range(3):
             columns[..., first + i] = rest
             rest = rest - columns[..., first + i].float()

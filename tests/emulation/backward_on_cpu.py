@@ -22,8 +22,8 @@ Descriptor, Pointer = gluon_on_cpu.Descriptor, gluon_on_cpu.Pointer
 MODULES = (d64, d128, producers, mmas, dq_accum, augmented_k, varlen, pipeline, softmax, alibi, assignment, tiles,
            mask_plan, mask_ranges)
 CONSTANTS = {(module, "QUERIES"): 64 for module in MODULES if hasattr(module, "QUERIES")} | {
-    (module, "LOG2E"): math.log2(math.e) for module in (d128, producers, softmax)} | {
-    (module, "EXTRA_COLUMNS"): 16 for module in (d64, d128, augmented_k)} | {
+    (module, "LOG2E"): math.log2(math.e) for module in (d64, d128, producers, softmax)} | {
+    (module, "EXTRA_COLUMNS"): 16 for module in (d64, d128, augmented_k)} | {(augmented_k, "SLOPE_COLUMNS"): 6} | {
     (varlen, "_CHUNK"): 128, (varlen, "_CLEARED"): 32} | {
     (module, "WRITERS"): 2 for module in (d64, dq_accum)} | {
     (module, "NO_TILE"): -1 for module in (d64, d128, producers, tiles)} | {
@@ -46,7 +46,8 @@ def differentiate(problem, tensors, config, num_sms, together, plan=None, border
     whole = torch.full((math.prod(launch.accum_shape),), float("nan") if is_set_first else 0.0)
     accum, semaphores = whole.split([launch.accum_rows * 256, whole.numel() - launch.accum_rows * 256])
     semaphores.zero_()
-    read = extra_columns_of(lse, delta) if config.augmented_k else lse
+    read = extra_columns_of(lse, delta, slopes) if config.augmented_k else lse
+    assert not config.augmented_k or read.shape == launch.columns_shape
     is_narrow = config.kernel == "d64"
     given = (q, k, v, dout, read, *(() if is_narrow else (delta,)), dk, dv, dq)
     described = launch._in_forms(given, lambda tensor, form: (

@@ -1,17 +1,18 @@
-"""Extra columns hold lse and delta of queries as MMAs subtract them, and the dQ accumulator begins at 0."""
+"""Extra columns hold lse, delta and ALiBi of queries as MMAs subtract them, and the dQ accumulator begins at 0."""
 
 import pytest
 import torch
 
 pytest.importorskip("triton.experimental.gluon", reason="Triton is not installed")
-from emulation.backward_calls import call_of
+from emulation.backward_calls import call_of, with_slopes
 from emulation.hopper_calls import bound_backward
 from tilewise.errors import InvalidInput
 from tilewise.kernels.enqueue import addresses_in
-from tilewise.kernels.hopper.arguments import StridedRows
-from tilewise.kernels.hopper.backward.augmented_k import hopper_augmented_k_kernel
+from tilewise.kernels.hopper.arguments import BackwardPointers, StridedRows
+from tilewise.kernels.hopper.backward.augmented_k import HeadSlopes, hopper_augmented_k_kernel
 from tilewise.kernels.hopper.backward.config import (
     D64Variant,
+    D128AugmentedKVariant,
     D128Variant,
     HopperD64Config,
     HopperD128AugmentedKConfig,
@@ -23,15 +24,16 @@ from tilewise.problem import padded_dim
 SCALE, ACCUM = 0.125, 4096
 
 
-def write(out, dout, lse, delta, columns, accum, ctas=None, zeroed=0):
-    """Call the kernel for lse of (batch, heads, queries)."""
+def write(out, dout, lse, delta, columns, accum, ctas=None, zeroed=0, slopes=None):
+    """Call the kernel for lse of (batch, heads, queries); slopes: of (batch, heads)."""
     batch, heads, sq = lse.shape
     blocks = -(-sq // 64)
     of_out, of_dout = (StridedRows(None) if rows is None else StridedRows(rows, *rows.stride()[:3])
                        for rows in (out, dout))
     dv = 1 if out is None else out.shape[3]
     hopper_augmented_k_kernel[(ctas or blocks * heads * batch,)](
-        of_out, of_dout, lse, delta, columns, accum, sq, heads, blocks, SCALE, dv, padded_dim(dv), zeroed)
+        of_out, of_dout, lse, delta, HeadSlopes(slopes, *(() if slopes is None else slopes.stride())), columns, accum,
+        sq, heads, blocks, SCALE, dv, padded_dim(dv), zeroed)
 
 
 @pytest.mark.parametrize(("rows", "zeroed"), [(1, ACCUM), (64, 1), (1000, ACCUM), (1000, 0), (1000, 1)])
@@ -60,6 +62,35 @@ def test_delta_is_made_of_out_and_dout_where_it_is_not_there(sq, dv, device):
     check(columns, lse, (out.double() * dout.double()).sum(3), rtol=1e-5, atol=1e-4)
 
 
+EACH = torch.tensor([[0.3, -0.01, 2.5], [-0.7, 0.0, 1e-3]])
+
+
+@pytest.mark.parametrize("slopes", [
+    EACH, EACH[:1].expand(2, 3), EACH[:, :1].bfloat16().expand(2, 3), EACH.half().T.contiguous().T, EACH.double()],
+    ids=["dense", "of_heads", "of_batches", "transposed", "float64"])
+@pytest.mark.parametrize("sq", [64, 130])
+def test_with_slopes_a_query_has_that_of_its_head_and_its_place_in_its_block_of_64(sq, slopes, device):
+    """Queries past the last one see nothing: what a block's keys have in common may be larger than any float32."""
+    torch.manual_seed(0)
+    lse, delta, blocks = 50.0 * torch.randn(2, 3, sq, device=device), torch.randn(2, 3, sq, device=device), -(-sq // 64)
+    lse[0, 1, 7] = float("-inf")
+    columns = torch.full((6 * blocks * 64 + 1, 16), float("nan"), dtype=torch.bfloat16, device=device)
+    write(None, None, lse, delta, columns, torch.zeros(1, device=device), slopes=slopes.to(device))
+    assert columns[-1].isnan().all(), "past the last row"
+    made = columns[:-1].unflatten(0, (2, 3, -1)).double().cpu()
+    assert made.isfinite().all()
+    wide = slopes.double()[..., None].expand(2, 3, blocks * 64)
+    want = -(lse.double().cpu() + wide[..., :sq] * (torch.arange(sq) % 64)) / SCALE
+    got, blind = made[:, :, :sq, :3].sum(3), want.isinf()
+    torch.testing.assert_close(got[~blind], want[~blind], rtol=2.0**-22, atol=2.0**-12)  # of sums up to 2^12
+    assert (got[blind] * 2.0**-40 < -1e16).all()
+    assert (made[:, :, sq:, :3].sum(3) * 2.0**-40 < -1e16).all()
+    torch.testing.assert_close(made[..., 6:9].sum(3), wide / SCALE, rtol=2.0**-23, atol=0.0)
+    torch.testing.assert_close(made[:, :, :sq, 3:6].sum(3), -delta.double().cpu(), rtol=2.0**-24, atol=0.0)
+    assert not made[:, :, sq:, 3:6].any()
+    assert not made[..., 9:].any(), "what meets zeros must be finite"
+
+
 def check(columns, lse, delta, **of_delta):
     made = columns.double()
     exactly = {"rtol": 2.0**-24, "atol": 0.0}
@@ -78,6 +109,7 @@ def test_a_query_that_sees_nothing_has_finite_numbers_that_make_its_probabilitie
 
 
 PLAIN = HopperD128AugmentedKConfig()
+OWN_HEADS = HopperD128AugmentedKConfig(variant=D128AugmentedKVariant.HEAD_PERSISTENT)
 SHARED = HopperD64Config(variant=D64Variant.HEAD_PERSISTENT, ctas_per_head=2)
 DETERMINISTIC = HopperD64Config(variant=D64Variant.DETERMINISTIC)
 STRIDES = (1, 1, 1, 1), (2, 2, 2, 1)
@@ -116,8 +148,26 @@ def test_the_kernel_gets_what_it_makes_extra_columns_of_and_what_it_clears(confi
         assert arguments[:4] == (StridedRows(delta, 1, 1, 1), StridedRows(dout, 2, 2, 2), lse, None)
     else:
         assert arguments[:4] == (StridedRows(None), StridedRows(None), lse, delta)
-    assert [one.data_ptr() for one in arguments[4:]] == [columns.data_ptr(), cleared.data_ptr()]
+    assert arguments[4] == HeadSlopes(None, None, None)
+    assert [one.data_ptr() for one in arguments[5:]] == [columns.data_ptr(), cleared.data_ptr()]
     assert list(addresses) == addresses_in(arguments)
+
+
+@pytest.mark.parametrize("incoming", [STRIDES, None], ids=["out", "delta"])
+@pytest.mark.parametrize(("config", "d"), [(OWN_HEADS, 128), (SHARED, 64)], ids=["d128", "d64"])
+def test_the_kernel_gets_slopes_and_so_does_the_one_behind_it(config, d, incoming):
+    problem, (q, k, v, dout, lse, delta) = call_of(causal("top_left"), (300, 300), (2, 1), (d, d))
+    slopes = torch.tensor([[0.5, 0.25]])
+    launch, asked = bound_backward(with_slopes(problem, slopes), config, 132, incoming, allocate), []
+    launch.enqueue_augmented_k = lambda addresses, arguments, alike: asked.append((addresses, arguments()))
+    launch.enqueue = launch.enqueue_augmented_k
+    launch(q, k, v, dout, lse, delta, q.clone(), k.clone(), v.clone(), *(None,) * 7, slopes)
+    (_, arguments), (_, of_kernel) = asked
+    assert arguments[4] == HeadSlopes(slopes, 0, 1)
+    assert arguments[5].shape == (2, 2, 320, 16)
+    assert all(list(addresses) == addresses_in(given) for addresses, given in asked)
+    pointers, = (argument for argument in of_kernel if isinstance(argument, BackwardPointers))
+    assert pointers.slopes is slopes
 
 
 @pytest.mark.parametrize("variant", [D128Variant.DQ_STAGED, D128Variant.DETERMINISTIC])

@@ -8,7 +8,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from emulation.backward_calls import MASKS, alibi_of, call_of, compare, expected, extra_columns_of, with_slopes
+from emulation.backward_calls import (
+    MASKS,
+    NONE_AHEAD,
+    SLOPES,
+    alibi_of,
+    call_of,
+    compare,
+    expected,
+    extra_columns_of,
+    with_slopes,
+    with_true_lse,
+)
 from emulation.hopper_calls import bound_backward
 from tilewise.kernels.hopper.backward.config import (
     D128AugmentedKVariant,
@@ -47,6 +58,28 @@ def test_slopes_times_the_distance_are_taken_off(mask, config, d):
     slopes = torch.tensor([[0.5, -0.01], [-0.02, 1.0]])[:, :problem.hq].contiguous()
     got = backward_on_cpu.differentiate(with_slopes(problem, slopes), tensors, config, 3, 3, slopes=slopes)
     compare(got, expected(problem, tensors, taken_off=alibi_of(problem, slopes)))
+
+
+@pytest.mark.parametrize("slopes", SLOPES.values(), ids=SLOPES)
+@pytest.mark.parametrize(("config", "d"), [(DYNAMIC, 128), (DYNAMIC, 80), (HEAD_PERSISTENT, 128)], ids=str)
+@pytest.mark.parametrize("mask", NONE_AHEAD.values(), ids=NONE_AHEAD)
+def test_products_take_slopes_times_the_distance_off_where_no_key_is_ahead(mask, config, d, slopes):
+    random.seed(0)
+    problem, tensors = call_of(*mask, (d, d))
+    got = backward_on_cpu.differentiate(with_slopes(problem, slopes), tensors, config, 3, 2, slopes=slopes)
+    compare(got, expected(problem, tensors, taken_off=alibi_of(problem, slopes)))
+
+
+@pytest.mark.parametrize("config", [DYNAMIC, HEAD_PERSISTENT], ids=["dynamic", "head_persistent"])
+def test_no_query_past_the_last_one_has_an_infinite_probability(config):
+    """A negative slope of 1, 192 keys behind: what the last block has in common is 2^277, and inf · 0 is NaN."""
+    random.seed(0)
+    problem, tensors = call_of(*NONE_AHEAD["top_left"], (128, 128))
+    slopes = torch.tensor([[-1.0, -2.0]])
+    taken_off = alibi_of(problem, slopes)
+    tensors = with_true_lse(problem, tensors, taken_off)
+    got = backward_on_cpu.differentiate(with_slopes(problem, slopes), tensors, config, 3, 2, slopes=slopes)
+    compare(got, expected(problem, tensors, taken_off=taken_off))
 
 
 @pytest.mark.parametrize("alignment", ["top_left", "bottom_right"])

@@ -5,7 +5,17 @@ import random
 import pytest
 import torch
 
-from emulation.backward_calls import MASKS, call_of, compare, expected
+from emulation.backward_calls import (
+    MASKS,
+    NONE_AHEAD,
+    SLOPES,
+    alibi_of,
+    call_of,
+    compare,
+    expected,
+    with_slopes,
+    with_true_lse,
+)
 from tilewise.kernels.hopper.backward.config import D64Variant, HopperD64Config
 
 backward_on_cpu = pytest.importorskip("emulation.backward_on_cpu", reason="Triton is not installed")
@@ -54,3 +64,26 @@ def test_a_head_persistent_cta_has_the_bits_of_deterministic_accumulation(mask, 
     _, _, (accum, *of_keys_in_order) = differentiate(mask, DETERMINISTIC, 64)
     assert torch.equal((dq * problem.scale).half(), (accum * problem.scale).half())
     assert all(map(torch.equal, of_keys, of_keys_in_order))
+
+
+@pytest.mark.parametrize("slopes", SLOPES.values(), ids=SLOPES)
+@pytest.mark.parametrize("config", [DETERMINISTIC, HEAD_PERSISTENT, TWO, FOUR, DYNAMIC],
+                         ids=["deterministic", "head_persistent", "two", "four", "dynamic"])
+@pytest.mark.parametrize("mask", NONE_AHEAD.values(), ids=NONE_AHEAD)
+def test_slopes_times_the_distance_are_taken_off_where_no_key_is_ahead(mask, config, slopes):
+    random.seed(0)
+    problem, tensors = call_of(*mask, (64, 64))
+    got = backward_on_cpu.differentiate(with_slopes(problem, slopes), tensors, config, 4, config.ctas_per_head,
+                                        slopes=slopes)
+    compare(got, expected(problem, tensors, taken_off=alibi_of(problem, slopes)))
+
+
+def test_no_query_past_the_last_one_has_an_infinite_probability():
+    """A negative slope of 1, 192 keys behind: what the last block has in common is 2^277, and inf · 0 is NaN."""
+    random.seed(0)
+    problem, tensors = call_of(*NONE_AHEAD["top_left"], (64, 64))
+    slopes = torch.tensor([[-1.0, -2.0]])
+    taken_off = alibi_of(problem, slopes)
+    tensors = with_true_lse(problem, tensors, taken_off)
+    got = backward_on_cpu.differentiate(with_slopes(problem, slopes), tensors, DYNAMIC, 4, 1, slopes=slopes)
+    compare(got, expected(problem, tensors, taken_off=taken_off))

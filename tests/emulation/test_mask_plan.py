@@ -12,7 +12,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 import tilewise as tw
-from emulation.backward_calls import SCALE, compare, expected
+from emulation.backward_calls import SCALE, alibi_of, compare, expected
 from emulation.hopper_calls import scalars_of
 from tilewise.functions import MaskFunction, pair_indices
 from tilewise.integrations.flex import traced_mask
@@ -296,3 +296,19 @@ def test_the_backward_kernels_read_lists_and_bits(case, config, d):
     plan = plan_on_cpu.plan_of(visible, config.block_n // 64, 1, keys_first=True)
     got = backward_on_cpu.differentiate(problem, (q, k, v, dout, lse, delta), config, 3, 3, plan)
     compare(got, expected(problem, (q, k, v, dout, lse, delta), visible))
+
+
+@pytest.mark.parametrize(("config", "d"), [(D64, 64), (AUGMENTED, 128)], ids=str)
+def test_slopes_times_the_distance_are_taken_off_in_lists_of_blocks(config, d):
+    """Of documents under a causal mask, where no key that is seen is ahead."""
+    random.seed(0)
+    torch.manual_seed(0)
+    visible, slopes = DIFFERENTIATED["causal_documents"][0], torch.tensor([[0.5, -0.01]])
+    problem = dense_problem(visible, (300, 300), (2, 1), d, "backward")
+    spec = OperandSpec((1, 2), (2, 1), torch.float32)
+    sloped = replace(problem, mask=causal(), scores=problem.scores._replace(alibi_slopes=spec))
+    q, dout, k, v = (torch.randn(1, heads, 300, d).half() for heads in (2, 2, 1, 1))
+    tensors = q, k, v, dout, torch.randn(1, 2, 300) + 4.0, torch.randn(1, 2, 300)
+    plan = plan_on_cpu.plan_of(visible, config.block_n // 64, 1, keys_first=True)
+    got = backward_on_cpu.differentiate(sloped, tensors, config, 3, 3, plan, slopes=slopes)
+    compare(got, expected(problem, tensors, visible, alibi_of(sloped, slopes)))

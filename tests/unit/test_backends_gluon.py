@@ -432,7 +432,7 @@ def test_a_delta_launch_belongs_to_the_alignment_of_each_tensor(monkeypatch):
     """One flag stood for all of them: a kernel made for an aligned dlse beside an odd out was handed an odd dlse."""
     keys = []
 
-    def plan(problem, incoming, alignment):
+    def plan(problem, incoming, alignment, moments):
         keys.append(alignment)
         raise KeyError
 

@@ -114,9 +114,23 @@ UNFIT = {"d": {"d": 136}, "dv": {"dv": 136}, "scale": {"scale": 2.0**-41}, "nega
 def test_k_is_not_augmented_where_something_comes_between_lse_and_the_probabilities(d, config, fields):
     problem = replace(problem_of(d, kernel="hopper_backward"), **fields)
     assert not backward_heuristic(problem).augmented_k
-    allowed = r"head dims .*, a scale of 2\^-40 or more, and no softcap, ALiBi, dropout or lengths that are data"
+    allowed = (r"head dims .*, a scale of 2\^-40 or more, and no softcap, dropout, lengths that are data or ALiBi with "
+               "keys ahead")
     with pytest.raises(InvalidInput, match=rf"^kernel={config.kernel} for .*; allowed are {allowed}\.$"):
         config.columns(problem)
+
+
+@pytest.mark.parametrize(("mask", "sees_ahead"), [
+    (causal("bottom_right"), False), (window(300, 0), False), (window(300, 1), True),
+    (window(None, None, "top_left"), True), (causal() & prefix(3), True)], ids=str)
+@pytest.mark.parametrize("d", [64, 128])
+def test_alibi_has_the_config_of_a_plain_call_where_no_key_is_ahead(d, mask, sees_ahead):
+    slopes = ScoreOptions(alibi_slopes=OperandSpec((1, 2), (0, 1), torch.bfloat16))
+    for heads, s in ((2, 4096), (132, 512)):
+        plain = replace(problem_of(d, kernel="hopper_backward", s=s, mask=mask), hq=heads, hk=heads)
+        config = backward_heuristic(replace(plain, scores=slopes))
+        assert config.augmented_k != sees_ahead
+        assert (config == backward_heuristic(plain)) != sees_ahead
 
 
 @pytest.mark.parametrize("d", [40, 64, 72, 128])

@@ -77,7 +77,8 @@ class GluonBackend:
             dout = _movable(dout, problem)
         plan = _backward_plan(problem, (out.stride(), dout.stride(), None if dlse is None else dlse.stride()),
                               alignment_of([tensor.data_ptr() for tensor in (
-                                  out, lse, *(() if dlse is None else (dlse,)), *operands.present)]))
+                                  out, lse, *(() if dlse is None else (dlse,)), *operands.present)]),
+                              needs.dalibi_slopes)
         with contextlib.nullcontext() if is_current(problem.device) else torch.cuda.device(problem.device):
             modifiers = plan.fixed if plan.fixed or plan.launch.takes_out else modifiers_of(problem, operands)
             dq, dk, dv, delta = plan.differentiate((q, k, v, out, lse, dout, dlse), modifiers, operands)
@@ -215,8 +216,9 @@ class _BackwardPlan:
 @registered
 @lru_cache(maxsize=1024)
 def _backward_plan(problem: AttentionProblem, incoming: tuple[Sizes, Sizes, Sizes | None],
-                   alignment: tuple[bool, ...]) -> _BackwardPlan:
-    # ``alignment``: a launch keeps the kernel of its first call, which counts on addresses alike.
+                   alignment: tuple[bool, ...], moments: bool = False) -> _BackwardPlan:
+    # ``alignment``: a launch keeps the kernel of its first call, which counts on addresses alike. ``moments``: whether
+    # the kernel that sums the gradient of ALiBi's slopes reads delta, too.
     from tilewise.kernels.triton.backward import delta_launch
 
     strides = _gradient_strides(problem)
@@ -224,7 +226,8 @@ def _backward_plan(problem: AttentionProblem, incoming: tuple[Sizes, Sizes, Size
     config = hopper_backward_config(problem, device_spec(problem.device), num_sms)
     out_strides, dout_strides, dlse_strides = incoming
     # Nobody else wants delta: the launch may make it of out on its way.
-    nobody_else = dlse_strides is None and problem.scores.sinks is None and out_strides[-1:] == (1,)
+    nobody_else = (dlse_strides is None and problem.scores.sinks is None and not moments
+                   and out_strides[-1:] == (1,))
     forms = *forms_of_gradients(problem, strides), forms_of_results(problem)[1]
     scores = problem.scores
     has_operands = bool(problem.sequences.are_data or scores.sinks or scores.mask or scores.documents_q

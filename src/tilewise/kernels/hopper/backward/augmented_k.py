@@ -1,10 +1,18 @@
-"""lse and delta as extra columns of an MMA's K dim, in the Hopper backward (maths.md, section 6).
+"""lse, delta and ALiBi as extra columns of an MMA's K dim, in the Hopper backward (maths.md, sections 6 and 11).
 
 A thread of the backward kernel holds scores of 16 queries of every 64, and would read lse and delta of each from shared
 memory, 32 numbers a block: a sixth of what passes there. Instead a query has 16 extra bfloat16 columns, of which three
 add up to -lse / scale and three to -delta, and one MMA more, the first, multiplies them by a selector matrix: S and dP
 begin there. Three bfloat16 numbers hold what a float32 number does, and multiplying by one and adding in float32 are
 exact.
+
+Where no query sees a key ahead, ALiBi takes slope · (i + diagonal - j) off a score, which is linear in both. Query i
+is row i' of its block of 64, which begins at query I, and key j is row j' of a warpgroup's 64 keys, which begin at key
+J. Then i + diagonal - j = (i' - j') + (I + diagonal - J). The tensor cores subtract the part within the block: slope ·
+i' beside lse, and three columns more hold slope / scale, which the selector matrix multiplies by j', exact in bfloat16.
+The other part is one number for a block, and the scale's multiplication of each score becomes a fused multiply-add with
+it. What cancels is slope · i' and slope · j', each below 64 · slope, whatever the lengths are: the exponent is off by
+up to slope · 2^-15, even if an MMA's sum keeps 22 bits only.
 """
 
 from typing import Any, NamedTuple
@@ -16,6 +24,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 EXTRA_COLUMNS = gl.constexpr(16)  # the least K dim of an MMA
+SLOPE_COLUMNS = gl.constexpr(6)  # of three that hold a head's slope / scale, the first
 # -lse / scale of a query that sees nothing. Not -inf: 0 · inf is NaN.
 _NO_KEYS = tl.constexpr(-1e30)
 
@@ -27,15 +36,27 @@ class AugmentedK(NamedTuple):
     columns: Any
 
 
+class HeadSlopes(NamedTuple):
+    """ALiBi's slopes (b, hq) and their strides in elements, 0 along a dim that is shared; or None's."""
+
+    ptr: Any
+    stride_b: Any = None
+    stride_h: Any = None
+
+
 @triton.jit(do_not_specialize=["sq", "heads", "blocks"])
-def hopper_augmented_k_kernel(out, dout, lse_ptr, delta_ptr, columns_ptr, accum_ptr, sq, heads, blocks, scale,
+def hopper_augmented_k_kernel(out, dout, lse_ptr, delta_ptr, slopes, columns_ptr, accum_ptr, sq, heads, blocks, scale,
                               DV: tl.constexpr, WIDTH: tl.constexpr, ZEROS: tl.constexpr):
     """Write the extra columns of 64 queries, and ZEROS zeros: to the dQ accumulator, or to the block's counter.
 
     Grid: (blocks of a head · heads · batches,). lse: (b, heads, sq), float32, dense; columns: (b, heads, sq, 16),
     bfloat16, dense. delta is read, as dense as lse, or where it is None computed (eq. 10) of out and dout, (b, heads,
     sq, dv), each a StridedRows. WIDTH: dv, or the next power of two.
+
+    slopes: a HeadSlopes. With slopes, columns have 64 · blocks queries a head. Those past the last one see nothing: the
+    number that the main kernel adds for a block could make their probabilities infinite, and inf · 0 is NaN.
     """
+    HAS_ALIBI: tl.constexpr = slopes.ptr is not None
     number = tl.program_id(0)
     if ZEROS > 0:
         tl.store(accum_ptr + number.to(tl.int64) * ZEROS + tl.arange(0, ZEROS), tl.zeros((ZEROS,), tl.float32))
@@ -43,7 +64,7 @@ def hopper_augmented_k_kernel(out, dout, lse_ptr, delta_ptr, columns_ptr, accum_
     rows = number % blocks * 64 + tl.arange(0, 64)
     inside = rows < sq
     lse_rows = head_row.to(tl.int64) * sq + rows
-    lse = tl.load(lse_ptr + lse_rows, mask=inside, other=0.0)
+    lse = tl.load(lse_ptr + lse_rows, mask=inside, other=float("-inf") if HAS_ALIBI else 0.0)
     if delta_ptr is not None:
         delta = tl.load(delta_ptr + lse_rows, mask=inside, other=0.0)
     else:
@@ -58,19 +79,34 @@ def hopper_augmented_k_kernel(out, dout, lse_ptr, delta_ptr, columns_ptr, accum_
         delta = tl.sum(left.to(tl.float32) * right.to(tl.float32), 1)
     numbers = tl.arange(0, 16)[None, :]
     columns = tl.zeros((64, 16), tl.bfloat16)
-    first = tl.where(lse == float("-inf"), _NO_KEYS, -lse / scale)
+    if HAS_ALIBI:
+        batch, head = (head_row // heads).to(tl.int64), (head_row % heads).to(tl.int64)
+        slope = tl.load(slopes.ptr + batch * slopes.stride_b + head * slopes.stride_h).to(tl.float32)
+        first = tl.where(lse == float("-inf"), _NO_KEYS, -(lse + slope * tl.arange(0, 64)) / scale)
+        third = tl.zeros((64,), tl.float32) + slope / scale
+        for i in tl.static_range(3):
+            columns = tl.where(numbers == SLOPE_COLUMNS + i, third.to(tl.bfloat16)[:, None], columns)
+            third -= third.to(tl.bfloat16).to(tl.float32)
+    else:
+        first = tl.where(lse == float("-inf"), _NO_KEYS, -lse / scale)
     second = -delta
     for i in tl.static_range(3):
         columns = tl.where(numbers == i, first.to(tl.bfloat16)[:, None], columns)
         columns = tl.where(numbers == 3 + i, second.to(tl.bfloat16)[:, None], columns)
         first -= first.to(tl.bfloat16).to(tl.float32)
         second -= second.to(tl.bfloat16).to(tl.float32)
-    tl.store(columns_ptr + lse_rows[:, None] * 16 + numbers, columns, mask=inside[:, None])
+    if HAS_ALIBI:
+        tl.store(columns_ptr + (number.to(tl.int64) * 64 + tl.arange(0, 64))[:, None] * 16 + numbers, columns)
+    else:
+        tl.store(columns_ptr + lse_rows[:, None] * 16 + numbers, columns, mask=inside[:, None])
 
 
 @gluon.jit
-def make_selectors():
-    """Fill two left operands: MMAs with them take -lse / scale out of the extra columns, and -delta."""
+def make_selectors(HAS_ALIBI: gl.constexpr):
+    """Fill two left operands: MMAs with them take -lse / scale out of the extra columns, and -delta.
+
+    With HAS_ALIBI the first one multiplies slope / scale by each key's row.
+    """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
     selectors = gl.allocate_shared_memory(gl.bfloat16, [2, 64, EXTRA_COLUMNS],
                                           gl.NVMMASharedLayout.get_default_for([64, EXTRA_COLUMNS], gl.bfloat16))
@@ -78,8 +114,21 @@ def make_selectors():
     columns += gl.full([64, EXTRA_COLUMNS], 0, gl.int32, layout=LAYOUT)
     for i in gl.static_range(2):
         selected = (columns >= 3 * i) & (columns < 3 * i + 3)
-        selectors.index(i).store(gl.where(selected, 1.0, 0.0).to(gl.bfloat16))
+        values = gl.where(selected, 1.0, 0.0)
+        if HAS_ALIBI and i == 0:
+            rows = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))[:, None].to(gl.float32)
+            values = gl.where((columns >= SLOPE_COLUMNS) & (columns < SLOPE_COLUMNS + 3), rows, values)
+        selectors.index(i).store(values.to(gl.bfloat16))
     return selectors
+
+
+@gluon.jit
+def slope_times_offset(slope, first_query, view):
+    """What ALiBi adds to all scores of a block: the slope times how far its first key is ahead of its first query.
+
+    With a slope times log2(e), to base 2. It is less than 0 where the key is behind, and the slope is not negative.
+    """
+    return slope * (view.key - first_query - view.diagonal).to(gl.float32)
 
 
 @gluon.jit

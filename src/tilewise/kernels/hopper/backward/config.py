@@ -254,7 +254,7 @@ class HopperD128AugmentedKConfig(HopperBackwardConfig):
 
 @dataclass(frozen=True, slots=True)
 class HopperD128Config(HopperBackwardConfig):
-    """hopper_backward_kernel without augmented K, at head dims up to 128: softcap, ALiBi, dropout, lengths as data.
+    """hopper_backward_kernel without augmented K, at head dims up to 128: what ``augmented_k_fits`` refuses.
 
     Attributes:
         q_stages, dout_stages: as of every kernel.
@@ -389,7 +389,7 @@ class HopperDbiasConfig:
 
 BACKWARD_CONFIGS: dict[BackwardKernel, type[HopperBackwardConfig]] = {kind.kernel: kind for kind in (
     HopperD64Config, HopperD128AugmentedKConfig, HopperD128Config, HopperD192Config, HopperD256Config)}
-_FOR_AUGMENTED_K = "a scale of 2^-40 or more, and no softcap, ALiBi, dropout or lengths that are data"
+_FOR_AUGMENTED_K = "a scale of 2^-40 or more, and no softcap, dropout, lengths that are data or ALiBi with keys ahead"
 
 
 def dk_dv_fit(problem: AttentionProblem) -> bool:
@@ -400,11 +400,13 @@ def dk_dv_fit(problem: AttentionProblem) -> bool:
 def augmented_k_fits(problem: AttentionProblem) -> bool:
     """Whether lse and delta may be subtracted by products: nothing else may come between these and P or dS.
 
-    Extra columns hold lse / scale. Where lengths are data, tiles hold queries of other sequences.
+    Extra columns hold lse / scale. Where lengths are data, tiles hold queries of other sequences. ALiBi's distance is
+    subtracted too, where it needs no absolute value.
     """
     scores = problem.scores
     return (max(problem.d, problem.dv) <= 128 and problem.scale >= LEAST_SCALE and scores.softcap is None
-            and scores.alibi_slopes is None and not scores.dropout_p and not problem.sequences.are_data)
+            and (scores.alibi_slopes is None or not problem.sees_ahead) and not scores.dropout_p
+            and not problem.sequences.are_data)
 
 
 def _chunks_of(dim: int) -> tuple[int, ...]:

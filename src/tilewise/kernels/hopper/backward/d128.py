@@ -30,7 +30,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tilewise.kernels.hopper.alibi import as_pairs, slope_of, slope_times_distance
 from tilewise.kernels.hopper.backward import dropout
-from tilewise.kernels.hopper.backward.augmented_k import EXTRA_COLUMNS, AugmentedK, make_selectors
+from tilewise.kernels.hopper.backward.augmented_k import (
+    EXTRA_COLUMNS,
+    AugmentedK,
+    make_selectors,
+    slope_times_offset,
+)
 from tilewise.kernels.hopper.backward.dq_accum import (
     DQTarget,
     accumulate,
@@ -186,7 +191,10 @@ def attend_blocks(begin, end, count, state, head, view, args, smem, draws, WG: g
         if not C.S_AHEAD:
             scores = warpgroup_mma_wait(2 if C.AUGMENTED_K else 1, deps=(scores_pending,))  # but not for dP
         if C.AUGMENTED_K:
-            probs = gl.exp2(scores * scale_log2)
+            if C.HAS_ALIBI:
+                probs = gl.exp2(scores * scale_log2 + slope_times_offset(head.slope_log2, first_query, view))
+            else:
+                probs = gl.exp2(scores * scale_log2)
         else:
             if args.scales.squash is not None:  # tanh
                 scores = 1.0 + 2.0 * squashed(scores, args.scales.squash, False)
@@ -422,7 +430,7 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, lse, delta_ptr, dk
     DSCORES_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, QUERIES], DTYPE)
     dscores = gl.allocate_shared_memory(DTYPE, [2 * NC, 64, QUERIES], DSCORES_LAYOUT)
     if C.AUGMENTED_K:
-        row_stats = AugmentedK(make_selectors(), gl.allocate_shared_memory(
+        row_stats = AugmentedK(make_selectors(C.HAS_ALIBI), gl.allocate_shared_memory(
             gl.bfloat16, [C.Q_STAGES, 1, 1, QUERIES, EXTRA_COLUMNS], lse.layout))
     else:
         row_stats = gl.allocate_shared_memory(gl.float32, [2 * C.Q_STAGES, QUERIES], CONTIGUOUS)

@@ -4,7 +4,7 @@ With 64 columns a thread has registers to spare, and the third warpgroup takes d
 dependent operations that a block is. The rest is pipelined by half a block: when an iteration begins, a consumer has P
 and dP of its last queries. It makes dS of them, and issues four MMAs that follow one another without a pause: dV and dK
 of these queries, S and dP of the next. Beside dK and dP it computes the next P. The two consumers do not wait for each
-other, but for stages. lse and delta come as extra columns of an MMA's K dim (augmented_k.py).
+other, but for stages. lse, delta and ALiBi come as extra columns of an MMA's K dim (augmented_k.py).
 
 With C.DYNAMIC_TILES a persistent CTA computes one tile of keys after another: the next one's keys, values and first
 queries are loaded while the last blocks of the one before are computed. With C.HEAD_PERSISTENT a CTA goes over all keys
@@ -24,7 +24,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tilewise.kernels.hopper.backward.augmented_k import EXTRA_COLUMNS, AugmentedK, make_selectors
+from tilewise.kernels.hopper.alibi import slope_of
+from tilewise.kernels.hopper.backward.augmented_k import (
+    EXTRA_COLUMNS,
+    AugmentedK,
+    make_selectors,
+    slope_times_offset,
+)
 from tilewise.kernels.hopper.backward.d64_types import KVPipe, Smem, State, TileView
 from tilewise.kernels.hopper.backward.d128 import SCORE_LAYOUT, hide_pairs, write_gradient
 from tilewise.kernels.hopper.backward.dq_accum import (
@@ -47,7 +53,7 @@ from tilewise.kernels.hopper.backward.dq_accum import (
 from tilewise.kernels.hopper.backward.kv_tile_assignment import tile_of_cta, tiles_of_cta
 from tilewise.kernels.hopper.backward.mmas import DPROBS, SCORES, issue_dq, issue_s_or_dp
 from tilewise.kernels.hopper.backward.producers import load_dout, load_queries
-from tilewise.kernels.hopper.backward.types import Args, Inputs, Outputs, Pipe
+from tilewise.kernels.hopper.backward.types import Alibi, Args, Inputs, Outputs, Pipe
 from tilewise.kernels.hopper.compat import tma_load, tma_store_wait
 from tilewise.kernels.hopper.mask_plan import (
     MaskPlan,
@@ -73,6 +79,7 @@ from tilewise.kernels.hopper.pipeline import (
     optimization_barrier,
     producer_acquire,
 )
+from tilewise.kernels.hopper.softmax import LOG2E
 from tilewise.kernels.hopper.tile_scheduler import (
     NO_TILE,
     KVTile,
@@ -89,11 +96,22 @@ ONE: gl.constexpr = gl.constexpr(1)
 
 
 @gluon.jit
-def overlap_blocks(state, count, step, view, args, smem, ENDS: gl.constexpr, BEGINS: gl.constexpr,
+def slope_log2_of(args, tile, member, C: gl.constexpr):
+    """With C.HAS_ALIBI, load the slope of a query head of the group, times log2(e)."""
+    if C.HAS_ALIBI:
+        alibi = args.alibi
+        return LOG2E * slope_of(alibi.slopes, tile.batch, tile.head * args.group + member, alibi.stride_b,
+                                alibi.stride_h)
+    else:
+        return ()
+
+
+@gluon.jit
+def overlap_blocks(state, count, step, slope_log2, view, args, smem, ENDS: gl.constexpr, BEGINS: gl.constexpr,
                    MASKED: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
     """End the block of iteration ``count - 1`` (ENDS), whose P and dP the state has, and begin that of ``count``.
 
-    ``step``: the latter's, in the tile's order of blocks.
+    ``step``: the latter's, in the tile's order of blocks; slope_log2: its head's.
     A tile's first iteration ends no block, and the one behind its last block begins none (BEGINS).
     """
     probs, left_probs, dprobs, dk, dv = state
@@ -104,6 +122,8 @@ def overlap_blocks(state, count, step, view, args, smem, ENDS: gl.constexpr, BEG
     last = count - 1
     words = ()
     if BEGINS:
+        if C.HAS_ALIBI:
+            offset_log2 = slope_times_offset(slope_log2, q_block_start(step, view.blocks, C), view)
         if MASKED:
             words = bits_of_step(step, view, QUERIES, C)
         consumer_wait(smem.q.full, count, C.Q_STAGES)
@@ -128,7 +148,10 @@ def overlap_blocks(state, count, step, view, args, smem, ENDS: gl.constexpr, BEG
         dprobs_pending = issue_s_or_dp(v, dout_tiles, smem.row_stats, count, count % C.DOUT_STAGES, DPROBS, C)
         # Of the MMAs behind S two are dP's: it begins with that of the extra columns.
         scores = warpgroup_mma_wait(3 if ENDS else 2, deps=(scores_pending,))
-        probs = gl.exp2(scores * args.scales.scale_log2)
+        if C.HAS_ALIBI:
+            probs = gl.exp2(scores * args.scales.scale_log2 + offset_log2)
+        else:
+            probs = gl.exp2(scores * args.scales.scale_log2)
         if MASKED:
             probs = hide_pairs(probs, q_block_start(step, view.blocks, C), words, view, C)
         left_probs = gl.convert_layout(probs.to(DTYPE), LEFT)
@@ -146,11 +169,11 @@ def overlap_blocks(state, count, step, view, args, smem, ENDS: gl.constexpr, BEG
 
 
 @gluon.jit
-def attend_blocks(begin, end, state, count, view, args, smem, MASKED: gl.constexpr, WG: gl.constexpr,
+def attend_blocks(begin, end, state, count, slope_log2, view, args, smem, MASKED: gl.constexpr, WG: gl.constexpr,
                   C: gl.constexpr):
     """Begin blocks ``begin`` to ``end`` of one query head, and end those before them."""
     for step in range(begin, end):
-        state = overlap_blocks(state, count, step, view, args, smem, True, True, MASKED, WG, C)
+        state = overlap_blocks(state, count, step, slope_log2, view, args, smem, True, True, MASKED, WG, C)
         count += 1
     return state, count
 
@@ -220,19 +243,22 @@ def attend_tile(args, smem, tile_count, tile, count, WG: gl.constexpr, C: gl.con
     bits = ()
     if C.MASK_PLAN:
         bits = bits_of_rows(args.plan, tile.batch, tile.head, key // 64)
-    view = TileView(key, kv_index, blocks, bounds, bits)
+    view = TileView(key, kv_index, blocks, bounds, bits, args.alibi.diagonal)
+    slope_log2 = slope_log2_of(args, tile, 0, C)
     consumer_wait(kv.full, tile_count, C.KV_STAGES)
     # Some query sees these keys: there is a block.
-    state = overlap_blocks(state, count, 0, view, args, smem, False, True, True, WG, C)
+    state = overlap_blocks(state, count, 0, slope_log2, view, args, smem, False, True, True, WG, C)
     if tile_count > 0:
         tma_store_wait(0)  # dK and dV of the tile before have been read where its keys and values were
         consumer_release(kv.empty, tile_count - 1, C.KV_STAGES)
     count += 1
     for member in range(args.group):
+        slope_log2 = slope_log2_of(args, tile, member, C)
         for phase in gl.static_range(FIRST, STOP):
             begin = gl.where(member == 0, gl.maximum(ends[phase], 1), ends[phase])
-            state, count = attend_blocks(begin, ends[phase + 1], state, count, view, args, smem, phase != 1, WG, C)
-    state = overlap_blocks(state, count, 0, view, args, smem, True, False, False, WG, C)
+            state, count = attend_blocks(begin, ends[phase + 1], state, count, slope_log2, view, args, smem, phase != 1,
+                                         WG, C)
+    state = overlap_blocks(state, count, 0, (), view, args, smem, True, False, False, WG, C)
     if C.CTAS_PER_HEAD > 1:  # computed anew, not kept in registers through all blocks
         tile = tile_of_cta(optimization_barrier(tile_count), args.grid, C)
     place = (tile.batch, tile.head, tile.first + WG * 64, 0)
@@ -404,7 +430,7 @@ def hopper_backward_d64_kernel(q_desc, k_desc, v_desc, dout_desc, columns_desc, 
     dout_tiles = gl.allocate_shared_memory(DTYPE, [C.DOUT_STAGES, 1, 1, QUERIES, C.WIDTH], dout_desc.layout)
     DSCORES_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, QUERIES], DTYPE)
     dscores_tiles = gl.allocate_shared_memory(DTYPE, [2 * NC, 64, QUERIES], DSCORES_LAYOUT)
-    row_stats = AugmentedK(make_selectors(), gl.allocate_shared_memory(
+    row_stats = AugmentedK(make_selectors(C.HAS_ALIBI), gl.allocate_shared_memory(
         gl.bfloat16, [C.Q_STAGES, 1, 1, QUERIES, EXTRA_COLUMNS], columns_desc.layout))
     kv_pipe = KVPipe(k_tiles, v_tiles, make_barriers(C.KV_STAGES, 1), make_barriers(C.KV_STAGES, NC))
     q_pipe = Pipe(q_tiles, make_barriers(C.Q_STAGES, 1), make_barriers(C.Q_STAGES, NC))
@@ -434,7 +460,8 @@ def hopper_backward_d64_kernel(q_desc, k_desc, v_desc, dout_desc, columns_desc, 
                 Outputs(dk_desc, dv_desc, None, None),
                 DQTarget(accum, workspace_ptr, workspace_ptr, dq_desc, scales.gradient), grid, numbers.bounds,
                 numbers.group, scales, None, None, tile, workspace_ptr,
-                MaskPlan(pointers.lists, pointers.bits, numbers.plan), ())
+                MaskPlan(pointers.lists, pointers.bits, numbers.plan),
+                Alibi(pointers.slopes, numbers.slopes_b, numbers.slopes_h, numbers.diagonal))
     smem = Smem(kv_pipe, q_pipe, dout_pipe, row_stats, dscores_pipe, dq_stage, queue)
     if IN_ORDER:
         gl.warp_specialize([

@@ -8,8 +8,9 @@ class Config(NamedTuple):
 
     CTAS_PER_HEAD: CTAs that share a head with HEAD_PERSISTENT, which comes with DETERMINISTIC. KV_STAGES: tiles of keys
     in flight. DYNAMIC_TILES: the CTAs are persistent, and the dynamic scheduler gives them their tiles; just where dQ
-    has no order, without DETERMINISTIC. MASK_PLAN: as in the forward kernel; with DYNAMIC_TILES. The last ones are what
-    d128.py's functions read, always the same. The rest: types.Config.
+    has no order, without DETERMINISTIC. MASK_PLAN: as in the forward kernel; with DYNAMIC_TILES. HAS_ALIBI:
+    no key that is seen is ahead of its query. The last ones are what d128.py's functions read, always the same. The
+    rest: types.Config.
     """
 
     WIDTH: int
@@ -23,6 +24,7 @@ class Config(NamedTuple):
     HAS_LOWER: bool
     HAS_UPPER: bool
     MASK_PLAN: bool = False
+    HAS_ALIBI: bool = False
     CONSUMERS: int = 2
     AUGMENTED_K: bool = True
     DQ_FROM_REGISTERS: bool = False
@@ -71,7 +73,7 @@ class State(NamedTuple):
 class TileView(NamedTuple):
     """A tile of keys as a consumer sees it: its first key, where its keys lie, blocks of queries, the mask's bounds.
 
-    bits: with C.MASK_PLAN, a pointer to those of its keys.
+    bits: with C.MASK_PLAN, a pointer to those of its keys. diagonal: with C.HAS_ALIBI, the key that query 0 stands on.
     """
 
     key: Any
@@ -79,3 +81,4 @@ class TileView(NamedTuple):
     blocks: Any
     bounds: Any
     bits: Any
+    diagonal: Any

@@ -57,7 +57,7 @@ class HopperBackward:
                  allocate: Allocate | None = None, plan: Sizes | None = None) -> None:
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-        from tilewise.kernels.hopper.backward.augmented_k import EXTRA_COLUMNS, hopper_augmented_k_kernel
+        from tilewise.kernels.hopper.backward.augmented_k import EXTRA_COLUMNS, HeadSlopes, hopper_augmented_k_kernel
         from tilewise.kernels.hopper.backward.dq_postprocess import hopper_dq_kernel
         from tilewise.kernels.hopper.mask_ranges import QUERIES
 
@@ -71,7 +71,7 @@ class HopperBackward:
         width, sequences, heads = sum(chunks[0]), problem.sequences, problem.b * problem.hk
         tiles = sequences.slots(len(self.keys), config.block_n)
         self.narrow, self.has_two_chunks = config.kernel == "d64", len(chunks[0]) > 1
-        self.packed, self.plain_calls_only = sequences.packed is not None, self.has_two_chunks or self.narrow
+        self.packed, self.takes_no_lengths = sequences.packed is not None, self.has_two_chunks or self.narrow
         # Queries, too, count from the first one that is read.
         *bounds, count, _is_shifted = bounds_of(problem)
         lower, upper = (0 if bound is None else bound + self.queries.start for bound in bounds)
@@ -93,9 +93,12 @@ class HopperBackward:
         blocks = sequences.slots(sq, block)
         parts = width // columns * blocks
         self._plan_accum(problem, blocks, width, columns)
-        any_from = self.kernel.arg_names.index("numbers" if self.plain_calls_only else "lengths")
+        any_from = self.kernel.arg_names.index("numbers" if self.takes_no_lengths else "lengths")
         self.enqueue = Enqueue(self.kernel, self.grid, self.scalars, OPTIONS, specialized=any_from)
-        self.columns_shape = (problem.b, problem.hq, sq, int(EXTRA_COLUMNS))
+        *self.slopes_strides, _diagonal = _alibi_of(problem)
+        self.make_slopes = HeadSlopes
+        has_alibi = problem.scores.alibi_slopes is not None  # then queries past the last one have columns too
+        self.columns_shape = (problem.b, problem.hq, blocks * block if has_alibi else sq, int(EXTRA_COLUMNS))
         self.columns_strides = dense_strides(self.columns_shape, (4, 3, 2, 1))
         self.takes_out = config.augmented_k and incoming is not None and self.reads_all
         self.incoming = [strides[:3] for strides in incoming] if incoming and self.takes_out else None
@@ -160,7 +163,7 @@ class HopperBackward:
         dq, dk, dv = read[6:]
         data = tensors[9:] or _NO_DATA
         plain = data is _NO_DATA  # then alignments belong to the problem: of rows of lse and delta, that of the first
-        accum, lse = self._begin(*read[3:6])
+        accum, lse = self._begin(*read[3:6], data[7])
         mine = self.taken(read, lse)
         accum_at = accum.data_ptr()
         counter = counter_of(accum.device) if self.config.dynamic_tiles else None
@@ -174,8 +177,8 @@ class HopperBackward:
             self.enqueue_dq((accum_at, dq.data_ptr(), _address_of(data[0])),
                             lambda: (accum, StridedRows(dq, *self.dq_strides), data[0]), alike=plain)
 
-    def _begin(self, dout: torch.Tensor, lse: torch.Tensor,
-               delta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _begin(self, dout: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor,
+               slopes: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Allocate the dQ accumulator, and return it with what the kernel reads in place of lse: extra columns, or lse.
 
         An accumulator that is added to in any order begins at zero. One that is first set may hold anything, but its
@@ -191,8 +194,10 @@ class HopperBackward:
             at_read: tuple[int | None, ...] = lse.data_ptr(), delta.data_ptr()
         else:  # out stands in delta's place
             at_read = delta.data_ptr(), dout.data_ptr(), lse.data_ptr(), None
-        self.enqueue_augmented_k((*at_read, columns.data_ptr(), zeroed.data_ptr()),
-                                 lambda: (*self._rows_read(dout, lse, delta), columns, zeroed), alike=True)
+        at_slopes = () if slopes is None else (slopes.data_ptr(),)
+        self.enqueue_augmented_k((*at_read, *at_slopes, columns.data_ptr(), zeroed.data_ptr()),
+                                 lambda: (*self._rows_read(dout, lse, delta),
+                                          self.make_slopes(slopes, *self.slopes_strides), columns, zeroed), alike=True)
         return accum, columns
 
     def _rows_read(self, dout: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> tuple[Any, ...]:
@@ -208,7 +213,7 @@ class HopperBackward:
         """Return the tensors in order, all but lse and delta as descriptors, the accumulator and the workspace.
 
         Extra columns and the accumulator have descriptors too, the latter but where dQ is added from registers. Heads
-        of two chunks have no workspace. What only some calls have follows, but for the kernels of plain calls only.
+        of two chunks have no workspace. What only some calls have follows, as far as the kernel takes it.
         """
         described = self._in_forms(tensors, lambda tensor, form: tensor if form is None else self.describe(
             tensor, list(tensor.shape), legal_strides(tensor), *form))
@@ -219,8 +224,8 @@ class HopperBackward:
             workspace = accum[self.workspace[0]:].view(self.workspace[1])
         if self.has_two_chunks:
             return (*described, target)
-        if self.plain_calls_only:
-            return (*described, target, workspace, BackwardPointers(None, None, None, *data[5:7]))
+        if self.takes_no_lengths:
+            return (*described, target, workspace, BackwardPointers(None, None, None, *data[5:8]))
         dk, dv, seed, lists, bits, slopes, *lengths = self._optional(tensors[6], tensors[7], data)
         return (*described, target, workspace, BackwardPointers(dk, dv, seed, lists, bits, slopes), Lengths(*lengths))
 
@@ -312,7 +317,8 @@ def _d64_kernel_config(problem: AttentionProblem, config: HopperBackwardConfig) 
         WIDTH=config.columns(problem)[0][0], Q_STAGES=config.q_stages, DOUT_STAGES=config.dout_stages,
         DETERMINISTIC=config.deterministic, HEAD_PERSISTENT=config.head_persistent,
         CTAS_PER_HEAD=config.ctas_per_head, KV_STAGES=config.kv_stages, DYNAMIC_TILES=config.dynamic_tiles,
-        HAS_LOWER=lower is not None, HAS_UPPER=upper is not None, MASK_PLAN=not problem.is_banded)
+        HAS_LOWER=lower is not None, HAS_UPPER=upper is not None, MASK_PLAN=not problem.is_banded,
+        HAS_ALIBI=problem.scores.alibi_slopes is not None)
 
 
 def _kernel_config(problem: AttentionProblem, config: HopperBackwardConfig) -> Any:

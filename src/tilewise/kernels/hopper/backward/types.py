@@ -15,7 +15,8 @@ class Config(NamedTuple):
     S_AHEAD: S of the next block is computed while dQ and dK of this one are.
     DQ_FROM_REGISTERS: dQ is added from registers; else it is staged in shared memory, and TMA adds it.
     DETERMINISTIC: warps of their own add the staged dQ in a fixed order.
-    AUGMENTED_K: the tensor cores subtract lse and delta (augmented_k.py), a CTA is persistent, and dQ is staged.
+    AUGMENTED_K: the tensor cores subtract lse and delta, and ALiBi, without SEES_AHEAD (augmented_k.py); a CTA is
+    persistent, and dQ is staged.
     HEAD_PERSISTENT: a persistent CTA has all tiles of a head, or CTAs that share one, and no other adds to its dQ.
     VARLEN, HAS_CU_SEQLENS, BOTTOM_RIGHT, HAS_ALIBI, SEES_AHEAD: as in the forward kernel.
     HAS_DROPOUT: whether there is dropout.
