@@ -80,13 +80,6 @@ def test_the_table_has_what_was_measured_beside_the_model(tmp_path, monkeypatch)
 
 
 ROWS = ROOT / "benchmarks/results/nvidia-h100/context-parallel.csv"
-# Of rows that are older than an all-gather of one group of heads: what was measured of that beside the ring, in its
-# place (share of ideal, forward + backward; benchmarks/journal/context-parallel.md). The ring's of 32768 are the rows'.
-JOURNAL = {("causal", 8192): {"ring": 0.86, "all_gather": 0.76}, ("window", 8192): {"ring": 0.48, "all_gather": 0.51},
-           ("documents", 8192): {"ring": 0.42, "all_gather": 0.52},
-           ("causal", 32768): {"ring": 0.914, "all_gather": 0.92},
-           ("window", 32768): {"ring": 0.778, "all_gather": 0.78},
-           ("documents", 32768): {"ring": 0.805, "all_gather": 0.82}}
 NOISE = 0.03  # of a share: the clocks of a GPU differ by more between processes
 
 
@@ -96,13 +89,13 @@ def shares_on_two_gpus(kind, tokens):
         "ranks"]) == (kind, str(tokens), "forward + backward", "2")]
     found = {row["schedule"]: float(row["share_of_ideal"]) for row in rows if row["schedule"] in SCHEDULES}
     assert set(found) == set(SCHEDULES)
-    return found if "ideal" in rows[0] else found | JOURNAL[kind, tokens]
+    return found
 
 
 @pytest.mark.parametrize("tokens", [8192, 32768])
 @pytest.mark.parametrize("kind", model.KINDS)
 def test_the_schedule_that_none_chooses_was_the_fastest_on_two_gpus(kind, tokens, monkeypatch):
-    """By the forward pass alone it was the all-gather for causal calls too: 0.76 of ideal for 0.86."""
+    """By the forward pass alone it was the all-gather for causal calls too: 0.65 of ideal for 0.72."""
     monkeypatch.setattr(model, "DOCUMENT", tokens // 2)
     shares = shares_on_two_gpus(kind, tokens)
     found = estimates(model.problem_of(kind, 2, tokens), model.SIZES, Links())
