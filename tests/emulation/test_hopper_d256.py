@@ -24,7 +24,7 @@ Descriptor, Pointer, run = gluon_on_cpu.Descriptor, gluon_on_cpu.Pointer, gluon_
 WIDE = HopperD256Config()
 MODULES = (backward, loading, d256, dq_d256, d192, dq_accum, pipeline, products, softmax, tiles, mask_ranges)
 CONSTANTS = {(module, "QUERIES"): 64 for module in MODULES if hasattr(module, "QUERIES")} | {
-    (module, "LOG2E"): math.log2(math.e) for module in (loading, softmax)} | {
+    (module, "LOG2E"): math.log2(math.e) for module in (loading, softmax)} | {(loading, "LOST"): 2.0**24} | {
     (module, "pack_pairs"): lambda pairs, dtype: pairs.to(dtype) for module in (d256, dq_d256)} | {
     (d256, "load_fragments"): lambda tile: tile.load(None), (d256, "FRAGMENT_COLUMNS"): 128,
     (d256, "as_operand"): lambda fragments, *_: fragments,

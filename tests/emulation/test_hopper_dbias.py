@@ -18,9 +18,9 @@ from tilewise.testing.cases import Case
 from tilewise.testing.inputs import make_inputs
 
 hopper_dbias = pytest.importorskip("tilewise.kernels.hopper.backward.dbias", reason="Triton is not installed")
-launch_dbias, dbias_tiles, pipeline, tile_scheduler = (
+launch_dbias, dbias_tiles, producers, pipeline, tile_scheduler = (
     pytest.importorskip(f"tilewise.kernels.hopper.{name}") for name in (
-        "backward.launch_dbias", "backward.dbias_tiles", "pipeline", "tile_scheduler"))
+        "backward.launch_dbias", "backward.dbias_tiles", "backward.producers", "pipeline", "tile_scheduler"))
 triton, gluon_on_cpu = (pytest.importorskip(name) for name in ("tilewise.backends.triton", "emulation.gluon_on_cpu"))
 Descriptor, Pointer, run = gluon_on_cpu.Descriptor, gluon_on_cpu.Pointer, gluon_on_cpu.run
 
@@ -58,6 +58,7 @@ CASES = {
     "window_heads_share": (window(100, 30, "top_left"), (300, 450), (2, 1), (3, 1), torch.float16, (2, 2)),
     "blind_queries_odd": (causal("bottom_right"), (400, 131), (2, 2), (1, 2), torch.float16, (2, 2)),
     "keys_unseen": (window(0, 0, "top_left"), (70, 800), (1, 1), (1, 1), torch.float32, (1, 3)),
+    "nothing_is_shared": (causal("bottom_right"), (300, 450), (4, 2), (3, 4), torch.float16, (2, 4)),
 }
 
 
@@ -74,12 +75,13 @@ def test_its_source_computes_the_sum_on_the_cpu(case, programs):
     arguments = (*(Descriptor(tensor, block) for tensor in (q, k, v, dout)),
                  *(Pointer(tensor.flatten()) for tensor in (lse, delta, bias)), Pointer(dbias.view(-1)),
                  *launch.scalars)
-    constants = {(hopper_dbias, "LOG2E"): math.log2(math.e), (hopper_dbias, "TILE_SIZE"): 3,
+    constants = {(module, "LOG2E"): math.log2(math.e) for module in (hopper_dbias, producers)} | {
+                 (producers, "LOST"): 2.0**24, (hopper_dbias, "TILE_SIZE"): 3,
                  (hopper_dbias, "NO_TILE"): -1, (hopper_dbias, "ZEROED_ROWS"): 4}
     constants |= {(module, name): int(getattr(dbias_tiles, name)) for module in (hopper_dbias, dbias_tiles)
                   for name in ("TILE_QUERIES", "BLOCKS_PER_TILE")}
-    run(hopper_dbias.hopper_dbias_kernel, (hopper_dbias, dbias_tiles, pipeline, tile_scheduler), programs, arguments,
-        constants)
+    run(hopper_dbias.hopper_dbias_kernel, (hopper_dbias, dbias_tiles, producers, pipeline, tile_scheduler), programs,
+        arguments, constants)
     want = expected(problem, tensors)
     assert not dbias[want == 0.0].any()
     tolerance = 1e-3 if bias.dtype is torch.float16 else 2e-5  # the rounding of a sum, and of its terms

@@ -5,6 +5,8 @@ from triton.experimental.gluon import language as gl
 
 LOG2E = gl.constexpr(1.4426950408889634)
 HUGE = gl.constexpr(268435456.0)  # 2^28, of shifts (shift_for)
+# 2^24, of an lse to base 2: a unit in its last place is 2 there, so exponents that should be 0 may be far above it.
+LOST = gl.constexpr(16777216.0)
 
 
 @gluon.constexpr_function

@@ -23,9 +23,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
+from tilewise.kernels.hopper.softmax import LOG2E, LOST
+
 EXTRA_COLUMNS = gl.constexpr(16)  # the least K dim of an MMA
 SLOPE_COLUMNS = gl.constexpr(6)  # of three that hold a head's slope / scale, the first
-# -lse / scale of a query that sees nothing. Not -inf: 0 · inf is NaN.
+# -lse / scale of a query that sees nothing, or whose lse is LOST. Not -inf: 0 · inf is NaN.
 _NO_KEYS = tl.constexpr(-1e30)
 
 
@@ -79,16 +81,17 @@ def hopper_augmented_k_kernel(out, dout, lse_ptr, delta_ptr, slopes, columns_ptr
         delta = tl.sum(left.to(tl.float32) * right.to(tl.float32), 1)
     numbers = tl.arange(0, 16)[None, :]
     columns = tl.zeros((64, 16), tl.bfloat16)
+    has_no_probs = tl.abs(lse) * LOG2E >= LOST
     if HAS_ALIBI:
         batch, head = (head_row // heads).to(tl.int64), (head_row % heads).to(tl.int64)
         slope = tl.load(slopes.ptr + batch * slopes.stride_b + head * slopes.stride_h).to(tl.float32)
-        first = tl.where(lse == float("-inf"), _NO_KEYS, -(lse + slope * tl.arange(0, 64)) / scale)
+        first = tl.where(has_no_probs, _NO_KEYS, -(lse + slope * tl.arange(0, 64)) / scale)
         third = tl.zeros((64,), tl.float32) + slope / scale
         for i in tl.static_range(3):
             columns = tl.where(numbers == SLOPE_COLUMNS + i, third.to(tl.bfloat16)[:, None], columns)
             third -= third.to(tl.bfloat16).to(tl.float32)
     else:
-        first = tl.where(lse == float("-inf"), _NO_KEYS, -lse / scale)
+        first = tl.where(has_no_probs, _NO_KEYS, -lse / scale)
     second = -delta
     for i in tl.static_range(3):
         columns = tl.where(numbers == i, first.to(tl.bfloat16)[:, None], columns)

@@ -37,6 +37,7 @@ from tilewise.kernels.hopper.backward.dbias_types import (
     Smem,
     TileView,
 )
+from tilewise.kernels.hopper.backward.producers import in_base_2
 from tilewise.kernels.hopper.compat import tma_load
 from tilewise.kernels.hopper.pipeline import (
     CONTIGUOUS,
@@ -257,7 +258,7 @@ def add_members(acc, members, count, q_count, view, args, smem, WG: gl.constexpr
         lse_row = (batch * args.heads + head).to(gl.int64) * bounds.sq
         lse = gl.load(inputs.lse + lse_row + offsets, mask=offsets < bounds.sq, other=float("-inf"))
         delta = gl.load(inputs.delta + lse_row + offsets, mask=offsets < bounds.sq, other=0.0)
-        lse = gl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+        lse = in_base_2(lse)
         stage = q_count % C.Q_STAGES * 2 + WG
         phase = (q_count // C.Q_STAGES) & 1
         mbarrier.wait(q_pipe.q_full.index(stage), phase)

@@ -18,7 +18,7 @@ from tilewise.kernels.hopper.mask_ranges import (
     q_block_start_serpentine,
 )
 from tilewise.kernels.hopper.pipeline import ONE_WARP, producer_acquire
-from tilewise.kernels.hopper.softmax import LOG2E
+from tilewise.kernels.hopper.softmax import LOG2E, LOST
 from tilewise.kernels.hopper.tile_scheduler import (
     NO_TILE,
     KVTile,
@@ -39,8 +39,12 @@ def fetch_row_stats(lse_ptr, delta_ptr, lse_row, offsets, inside):
 
 @gluon.jit
 def in_base_2(lse):
-    """Turn lse to base 2, and to +inf where there is no query or it sees nothing: the probabilities are 0 there."""
-    return gl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+    """Turn lse to base 2, and to +inf where there is no query or it sees nothing: the probabilities are 0 there.
+
+    They are, too, where lse is LOST: else they could overflow, and with them the gradients of other rows.
+    """
+    lse *= LOG2E
+    return gl.where(gl.abs(lse) >= LOST, float("inf"), lse)
 
 
 @gluon.jit
