@@ -87,6 +87,28 @@ def test_a_bias_of_minus_infinity_hides_as_a_boolean_mask_does(backend, rows, te
     assert not dbias[~keep].any()
 
 
+@pytest.mark.parametrize("lowest", [False, True], ids=["minus_10000", "lowest"])
+@pytest.mark.parametrize("d", [16, 128])
+def test_rows_whose_every_bias_is_far_below_zero_spoil_no_others(backend, d, lowest, device, main_dtype):
+    """As masks of padding are made of finite numbers: float32 cannot tell the scores of such a row from one another."""
+    generator = torch.Generator().manual_seed(5)
+    *tensors, dout = [torch.randn(1, 2, 200, d, generator=generator).to(device, main_dtype) for _ in range(4)]
+    tensors = [tensor.requires_grad_() for tensor in tensors]
+    zeros, bias = torch.zeros(2, 1, 2, 200, 200, device=device, dtype=main_dtype)
+    bias[:, :, 60:80] = torch.finfo(main_dtype).min if lowest else -1e4
+    bias.requires_grad_()
+    reasons = explain(*tensors, bias=bias).reasons
+    if any(reasons[direction, backend.name] is not None for direction in ("forward", "backward")):
+        pytest.skip(str(reasons["backward", backend.name] or reasons["forward", backend.name]))
+    out, without = (attention(*tensors, bias=added, backend=backend.name) for added in (bias, zeros))
+    of_all = torch.autograd.grad(out, (*tensors, bias), dout, retain_graph=True)
+    assert all(gradient.isfinite().all() for gradient in of_all)
+    dout[:, :, 60:80] = 0.0
+    for got, wanted in zip(*(torch.autograd.grad(result, tensors, dout) for result in (out, without)), strict=True):
+        unit = torch.finfo(main_dtype).eps * float(wanted.abs().max())  # dq may be summed in any order
+        torch.testing.assert_close(got, wanted, rtol=0.0, atol=2 * unit)
+
+
 @pytest.mark.filterwarnings("ignore:invalid value encountered in subtract:RuntimeWarning")
 def test_a_score_function_of_minus_infinity_hides_as_a_window_does(backend, device, main_dtype):
     case = Case("window", b=1, hq=1, hk=1, sq=200, sk=200, d=16, dv=16, mask=window(20, 20))
