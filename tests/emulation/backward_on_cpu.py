@@ -23,6 +23,7 @@ MODULES = (d64, d128, producers, mmas, dq_accum, augmented_k, varlen, pipeline, 
            mask_plan, mask_ranges)
 CONSTANTS = {(module, "QUERIES"): 64 for module in MODULES if hasattr(module, "QUERIES")} | {
     (module, "LOG2E"): math.log2(math.e) for module in (d64, d128, producers, softmax)} | {
+    (producers, "LOST"): 2.0**24} | {
     (module, "EXTRA_COLUMNS"): 16 for module in (d64, d128, augmented_k)} | {(augmented_k, "SLOPE_COLUMNS"): 6} | {
     (varlen, "_CHUNK"): 128, (varlen, "_CLEARED"): 32} | {
     (module, "WRITERS"): 2 for module in (d64, dq_accum)} | {

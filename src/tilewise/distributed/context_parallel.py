@@ -64,8 +64,9 @@ def context_parallel_attention(
         return_aux, deterministic, backend: as in ``attention``. Sums over ranks have one order: ``deterministic`` is
             about the local calls.
         schedule: "ring" (keys and values come from one rank after another, only those that a rank's queries can see),
-            "all_gather" (from all ranks at once, for some heads after another), "ulysses" (ranks exchange the sequence
-            for heads; of a mesh of one dim alone), or None to choose by a cost model: see :func:`explain`.
+            "all_gather" (from all ranks at once, for all heads or for some after another), "ulysses" (ranks exchange
+            the sequence for heads; of a mesh of one dim alone), or None to choose by a cost model: see :func:`explain`;
+            with documents it then makes the plans of all ranks for each new batch, so name one where they change.
 
     Returns:
         out, (b, hq, s, dv), of this rank's queries; with ``return_aux`` a named tuple as of ``attention``.
@@ -169,7 +170,7 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mesh: DeviceMe
     """Tell which schedule this call of :func:`context_parallel_attention` would use, and what was estimated of each.
 
     Nothing is sent or computed; the numbers are those of a model (bytes and pairs of the slowest rank are counted, the
-    time is assumed), not of a measurement. Any one rank may ask.
+    rates are those of one machine), and not measured on your links. Any one rank may ask.
 
     Args:
         q, k, v, mesh, layout, schedule: as there.

@@ -54,7 +54,7 @@ class Links:
             two ranks; NVLink has 450e9 in a direction.
         memory: bytes that a rank's memory moves a second. Nine tenths of the 3.35e12 of the H100's data sheet: merging
             4096 rows of 32 heads, 201e6 bytes, took 61e-6 seconds (3.3e12).
-        latency: seconds until a message arrives, however short. NCCL's all_gather of 1 KB takes 46e-6 to 55e-6, one
+        latency: seconds until a message arrives, however short. NCCL's all_gather of 1 KB takes 46e-6 to 56e-6, one
             behind another.
         call: seconds that a call takes beside its work: the host's, small kernels beside the large one, and the last
             tiles, which do not fill a GPU. A local call took the host 115e-6 forward, under a profiler.

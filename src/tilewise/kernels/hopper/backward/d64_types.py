@@ -8,9 +8,9 @@ class Config(NamedTuple):
 
     CTAS_PER_HEAD: CTAs that share a head with HEAD_PERSISTENT, which comes with DETERMINISTIC. KV_STAGES: tiles of keys
     in flight. DYNAMIC_TILES: the CTAs are persistent, and the dynamic scheduler gives them their tiles; just where dQ
-    has no order, without DETERMINISTIC. MASK_PLAN: as in the forward kernel; with DYNAMIC_TILES. HAS_ALIBI:
-    no key that is seen is ahead of its query. The last ones are what d128.py's functions read, always the same. The
-    rest: types.Config.
+    has no order, without DETERMINISTIC. MASK_PLAN: as in the forward kernel; with DYNAMIC_TILES. HAS_ALIBI: there
+    is ALiBi, and no key that is seen is ahead of its query. The last ones are what d128.py's functions read, always the
+    same. The rest: types.Config.
     """
 
     WIDTH: int
