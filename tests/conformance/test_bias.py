@@ -91,6 +91,8 @@ def test_a_bias_of_minus_infinity_hides_as_a_boolean_mask_does(backend, rows, te
 @pytest.mark.parametrize("d", [16, 128])
 def test_rows_whose_every_bias_is_far_below_zero_spoil_no_others(backend, d, lowest, device, main_dtype):
     """As masks of padding are made of finite numbers: float32 cannot tell the scores of such a row from one another."""
+    if backend.name in ("torch", "cudnn"):
+        pytest.skip(f"the kernels of {backend.name} are not this library's")
     generator = torch.Generator().manual_seed(5)
     *tensors, dout = [torch.randn(1, 2, 200, d, generator=generator).to(device, main_dtype) for _ in range(4)]
     tensors = [tensor.requires_grad_() for tensor in tensors]

@@ -1,7 +1,9 @@
 """What the documents claim beside other libraries is what the committed rows say."""
 
+import csv
 import importlib.util
 import re
+from collections import defaultdict
 from functools import cache
 from pathlib import Path
 
@@ -154,8 +156,23 @@ def how_fast_is_decoding():
     return [f"takes {min(found):.2f} to {max(found):.2f} times as long, and is ahead in {behind} of {len(found)} cells"]
 
 
+def over_two_gpus():
+    """Of each length, the fastest of torch's ways beside the fastest schedule; not of calls behind one another."""
+    times = defaultdict(dict)
+    with (ROOT / "benchmarks/results/nvidia-h100/context-parallel.csv").open(newline="") as file:
+        for row in csv.DictReader(file):
+            if (row["mask"], row["direction"], row["queue"]) == ("causal", "forward + backward", "1"):
+                times[int(row["tokens_per_rank"])][row["schedule"]] = float(row["median_ms"])
+    found = []
+    for of_call in times.values():
+        theirs, ours = ([ms for name, ms in of_call.items() if name.startswith("torch_") == is_torch]
+                        for is_torch in (True, False))
+        found.append(min(theirs) / min(ours))
+    return [f"{min(times)} to {max(times)} tokens a rank", f"takes {min(found):.2f} to {max(found):.2f} times as long"]
+
+
 CLAIMS = {
-    "README.md": first_paragraph,
+    "README.md": lambda: [*first_paragraph(), *over_two_gpus()],
     "docs/limits.md": limits,
     "docs/results.md": lambda: [*packed_kv(), *host("forward_no_grad", "forward", "forward_backward")],
     "docs/backends.md": backend_cudnn,
