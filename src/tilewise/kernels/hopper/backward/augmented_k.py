@@ -12,7 +12,7 @@ J. Then i + diagonal - j = (i' - j') + (I + diagonal - J). The tensor cores subt
 i' beside lse, and three columns more hold slope / scale, which the selector matrix multiplies by j', exact in bfloat16.
 The other part is one number for a block, and the scale's multiplication of each score becomes a fused multiply-add with
 it. What cancels is slope · i' and slope · j', each below 64 · slope, whatever the lengths are: the exponent is off by
-up to slope · 2^-15, if an MMA's sum keeps 22 bits only: no more than 16 bits round, for slopes of 128 and less.
+up to slope · 2^-15, if an MMA's sum keeps 22 bits only: for slopes up to 64 less than rounding P to bfloat16 errs by.
 """
 
 from typing import Any, NamedTuple
