@@ -2,9 +2,7 @@
 
 import importlib.util
 import itertools
-import os
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from importlib.util import find_spec
@@ -12,8 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.multiprocessing import ProcessExitedException
 
 import tilewise
+from examples.ranks import run_on_ranks
 from tilewise.integrations import flash_attn, torch_sdpa
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples"
@@ -215,24 +215,22 @@ def test_tiny_gpt_text_is_long_and_varied():
 
 
 @needs_transformers
-def test_train_llama_context_parallel_has_the_losses_of_one_rank():
+def test_train_llama_context_parallel_has_the_losses_of_one_rank(tmp_path):
     path = load("train_llama_context_parallel").__file__
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--standalone", path, "--steps", "6",
-         "--device", "cpu"], env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(FOLDER.parent / "src")},
-        capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "the losses agree" in done.stdout
-    first, last = re.search(r"2 x 2 ranks: loss ([\d.]+) -> ([\d.]+)", done.stdout).groups()
+    printed = run_on_ranks(path, 4, ["--steps", "6", "--device", "cpu"], tmp_path)
+    assert "the losses agree" in printed
+    first, last = re.search(r"2 x 2 ranks: loss ([\d.]+) -> ([\d.]+)", printed).groups()
     assert float(last) < float(first) - 0.3
 
 
-def test_train_gpt_context_parallel_has_the_losses_of_one_rank():
+def test_train_gpt_context_parallel_has_the_losses_of_one_rank(tmp_path):
     path = load("train_gpt_context_parallel").__file__
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", path, "--steps", "8",
-         "--device", "cpu"], env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(FOLDER.parent / "src")},
-        capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "the losses agree" in done.stdout
-    assert "2 ranks: loss " in done.stdout
+    printed = run_on_ranks(path, 2, ["--steps", "8", "--device", "cpu"], tmp_path)
+    assert "the losses agree" in printed
+    assert "2 ranks: loss " in printed
+
+
+def test_an_example_that_fails_on_a_rank_fails_here(tmp_path):
+    path = load("train_gpt_context_parallel").__file__
+    with pytest.raises(ProcessExitedException, match="exit code 2"):
+        run_on_ranks(path, 2, ["--device", "tpu"], tmp_path)
