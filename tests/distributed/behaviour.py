@@ -14,7 +14,15 @@ from torch.utils.checkpoint import checkpoint
 import tilewise as tw
 from distributed.equality import group_of
 from tilewise import distributed
-from tilewise.distributed import call_plan, context_parallel_attention, function, positions, shard, unshard
+from tilewise.distributed import (
+    call_plan,
+    context_parallel_attention,
+    function,
+    positions,
+    shard,
+    ulysses,
+    unshard,
+)
 from tilewise.distributed.exchange import start
 from tilewise.distributed.partial import PartialResults
 from tilewise.support.caches import clear_caches
@@ -188,6 +196,22 @@ def bytes_received(mesh, mask, layout, schedule, documents):
     finally:
         function.start = start
     return sum(received)
+
+
+def borders_by_ulysses(mesh, ids):
+    """Return the lengths that one rank's call of the whole sequence is given with such documents, or None."""
+    given, attend = [], ulysses.attention_varlen
+
+    def recording(*tensors, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, **options):
+        given.append((cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), seqused_q, seqused_k, options["mask"]))
+        return attend(*tensors, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q,
+                      seqused_k=seqused_k, **options)
+
+    with patch.object(ulysses, "attention_varlen", recording):
+        for mask in (tw.causal(), tw.window(3, 2)):
+            context_parallel_attention(*shards(mesh), mesh=mesh, layout="zigzag", mask=mask & tw.documents(ids),
+                                       schedule="ulysses")
+    return given
 
 
 def errors_in_16_bits(mesh, schedule, hk=2):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import tilewise as tw
+from tilewise.masks import Mask
 
 MODULE = "distributed.behaviour"
 
@@ -187,6 +188,14 @@ def test_a_rank_receives_the_keys_that_its_queries_see_and_no_others(workers, sc
     found = workers.run(4, MODULE, "bytes_received", mask, layout, schedule, documents)
     of_row = 2 * 2 * 8 * 8  # k and v, two heads, 8 columns of float64
     assert found == [row * of_row for row in rows]
+
+
+def test_ulysses_computes_documents_as_packed_sequences_where_they_stand_together(workers):
+    ids = torch.arange(24) // 9  # the last one is shorter
+    for given in workers.run(2, MODULE, "borders_by_ulysses", ids):
+        assert given == [([0, 9, 18, 24], [0, 9, 18, 24], None, None, Mask(left, right, "top_left"))
+                         for left, right in ((None, 0), (3, 2))]
+    assert workers.run(2, MODULE, "borders_by_ulysses", ids % 2) == [[], []]  # documents of two parts
 
 
 @pytest.mark.parametrize("schedule", ["ring", "all_gather", "ulysses"])

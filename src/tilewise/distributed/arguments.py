@@ -1,6 +1,7 @@
 """What the public calls are given, checked once and put into the form that schedules take."""
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -107,12 +108,14 @@ class Arguments:
         """What :func:`tilewise.attention_varlen` is told of the sequences; None where none are packed."""
         if self.sequences is None or self.borders is None:
             return None
-        sequences, device = self.sequences, self.q.device
-        numbers = [*self.borders, *[[own[side + 1] - own[side] for own in sequences] for side in (0, 2)]]
+        sequences, borders, device = self.sequences, self.borders, self.q.device
         key = device, stream_of(device), self.queries.length, self.keys.length
 
-        def make() -> list[torch.Tensor]:
-            return [torch.tensor(own, dtype=torch.int32, device=device) for own in numbers]
+        def make() -> list[torch.Tensor | None]:
+            used = [[own[side + 1] - own[side] for own in sequences] for side in (0, 2)]
+            all_used = used == [[stop - start for start, stop in pairwise(own)] for own in borders]
+            return [None if own is None else torch.tensor(own, dtype=torch.int32, device=device)
+                    for own in (*borders, *((None, None) if all_used else used))]
 
         made = make() if is_capturing(device) else _lengths_on_device.get(self.sources, key, make)
         return {**dict(zip(PACKED_NAMES, made, strict=True)), "max_seqlen_q": self.options.max_seqlen_q,

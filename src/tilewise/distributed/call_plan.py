@@ -16,7 +16,7 @@ from tilewise.distributed.plan import Problem, all_gather_plan, cached_ring_plan
 from tilewise.distributed.segments import Segment, Segments, segments_of
 from tilewise.distributed.steps import Step
 from tilewise.distributed.tensor_cache import TensorCache, is_capturing, stream_of
-from tilewise.masks import Span
+from tilewise.masks import Mask, Span
 from tilewise.support.caches import registered
 
 
@@ -84,12 +84,27 @@ def _made(name: str, arguments: Arguments, rank: int) -> CallPlan:
 
 def planned_problem(arguments: Arguments) -> Problem:
     """Return what the plan of a call is made from: documents that are computed as packed sequences are those there."""
+    packed = _packed_documents(arguments)
+    return arguments.problem if packed is None else replace(arguments.problem, sequences=packed, merges=True)
+
+
+def with_packed_documents(arguments: Arguments) -> Arguments:
+    """Return a call of the whole sequence whose documents are packed sequences, or the same call if they cannot be."""
+    packed = _packed_documents(arguments)
+    if packed is None:
+        return arguments
+    mask = replace(arguments.mask, alignment="top_left") if arguments.mask.is_bounded else Mask()
+    borders = [0, *(stop for _, stop, _, _ in packed)]
+    return replace(arguments, mask=mask, documents=None, sequences=packed, borders=[borders, borders])
+
+
+def _packed_documents(arguments: Arguments) -> tuple[tuple[int, int, int, int], ...] | None:
+    """Return what :func:`document_sequences` does, which looks at ids once; None of ids on a GPU."""
     if arguments.narrow is None:
-        return arguments.problem
+        return None
     key = (arguments.queries, arguments.keys, arguments.mask, arguments.q.shape[0], arguments.has_operands_of_pairs,
            bool(arguments.options.dropout_p), arguments.options.backend)
-    packed = _documents.get(arguments.sources, key, lambda: document_sequences(arguments))
-    return arguments.problem if packed is None else replace(arguments.problem, sequences=packed, merges=True)
+    return _documents.get(arguments.sources, key, lambda: document_sequences(arguments))
 
 
 def _groups(arguments: Arguments, rows: int) -> int:

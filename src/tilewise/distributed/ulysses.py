@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from tilewise.api import attention, attention_varlen
 from tilewise.distributed.arguments import Arguments
+from tilewise.distributed.call_plan import with_packed_documents
 from tilewise.distributed.heads import (
     Exchanged,
     Ranges,
@@ -133,6 +134,7 @@ def over_rows(arguments: Arguments, ranks: int) -> Arguments:
 
 def attend_by_heads(arguments: Arguments) -> Results:
     """Attend to the whole sequence; the arguments are of this rank's heads."""
+    arguments = with_packed_documents(arguments)
     operands, options, lengths = arguments.operands, arguments.options, arguments.packed_lengths
     # One of overloads, which is decided by a value.
     attend: Any = attention if lengths is None else partial(_attend_packed, lengths)
