@@ -1,5 +1,7 @@
 """Layouts, plans and sums of context parallel attention, without processes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -14,6 +16,7 @@ from tilewise.distributed.layouts import Layout, joined, layout_in_row, layout_o
 from tilewise.distributed.plan import Problem, all_gather_plan, ring_plan
 from tilewise.errors import InvalidInput
 from tilewise.masks import Mask, Span
+from tilewise.problem.options import DRAW_SPAN
 
 LAYOUT = st.sampled_from(["contiguous", "zigzag"])
 
@@ -183,6 +186,13 @@ def test_an_all_gather_has_as_many_groups_of_heads_as_pay(received, pieces, coun
 def test_groups_of_heads_divide_them():
     links = Links(bandwidth=1.0, latency=1e-9, call=0.0)
     assert [groups_of(1000, heads, 1, links) for heads in (1, 2, 3, 5, 6, 8, 10)] == [1, 2, 3, 1, 3, 4, 2]
+
+
+def test_with_dropout_the_model_has_one_group_of_heads_as_the_plan_has():
+    own, sizes = named_layout("zigzag", 2 ** 18, 2), Sizes(1, 32, 8, 128, 128, 2)
+    problem = Problem(own, own, tw.causal("top_left"), True, 8)
+    dropped = replace(problem, step=DRAW_SPAN)
+    assert [estimates(one, sizes, Links())["all_gather"].groups for one in (problem, dropped)] == [2, 1]
 
 
 def test_gathered_keys_are_kept_where_they_are_no_more_than_every_ranks_own():

@@ -68,7 +68,9 @@ def _made(name: str, arguments: Arguments, rank: int) -> CallPlan:
     packs_documents = problem.sequences is not None and arguments.sequences is None
     narrow = None if packs_documents else arguments.narrow
     if name == "all_gather":
-        steps, most = all_gather_plan(problem, rank, lambda rows: _groups(arguments, rows), narrow or no_narrowing)
+        of_key, pieces = arguments.sizes.of_key, max(map(len, problem.queries.pieces))
+        steps, most = all_gather_plan(problem, rank, lambda rows: groups_of(
+            rows * of_key, problem.heads_apart, pieces, Links()), narrow or no_narrowing)
         keeps_last = keeps_gathered(len(steps), most, problem.keys)
     else:
         keeps_last = True
@@ -105,14 +107,6 @@ def _packed_documents(arguments: Arguments) -> tuple[tuple[int, int, int, int], 
     key = (arguments.queries, arguments.keys, arguments.mask, arguments.q.shape[0], arguments.has_operands_of_pairs,
            bool(arguments.options.dropout_p), arguments.options.backend)
     return _documents.get(arguments.sources, key, lambda: document_sequences(arguments))
-
-
-def _groups(arguments: Arguments, rows: int) -> int:
-    """Return how many groups of heads an all_gather has, of which a rank receives so many rows of keys at most."""
-    if arguments.options.dropout_p:  # the draws belong to a head's number, which a group would not know
-        return 1
-    sizes, pieces = arguments.sizes, max(map(len, arguments.queries.pieces))
-    return groups_of(rows * sizes.of_key, sizes.hk, pieces, Links())
 
 
 def document_sequences(arguments: Arguments) -> tuple[tuple[int, int, int, int], ...] | None:

@@ -215,7 +215,7 @@ def _ring(counts: _Counts, sizes: Sizes, links: Links) -> Estimate:
 
 def _all_gather(problem: Problem, counts: _Counts, sizes: Sizes, links: Links) -> Estimate:
     compute, received = counts.pairs * sizes.of_pair / links.flops, counts.received * sizes.of_key
-    groups = groups_of(received, sizes.hk, counts.pieces, links)
+    groups = groups_of(received, problem.heads_apart, counts.pieces, links)
     again = 0 if keeps_gathered(groups, counts.received, problem.keys) else received
     gradients = counts.received * sizes.of_key_gradient
     calls = groups * (links.latency + counts.pieces * links.call)

@@ -51,7 +51,7 @@ class Problem:
         mask: by position, of the whole sequences.
         merges: whether blocks without hidden pairs may become one, which no operand of the pairs allows.
         kv_heads: how many heads keys have.
-        step: where a mask trims the queries and keys of a block, it begins at a multiple of this.
+        step: where a mask trims the queries and keys of a block, it begins at a multiple of this: above 1 with dropout.
         sequences: of packed ones, in their order, the rows that take part: first query, one past the last, first key
             and one past the last; None of one sequence. The mask is each one's own.
     """
@@ -68,6 +68,11 @@ class Problem:
     def ranks(self) -> int:
         """How many there are."""
         return len(self.queries.pieces)
+
+    @property
+    def heads_apart(self) -> int:
+        """Heads of keys that calls may divide among them: not with dropout, whose draws go by a head's number."""
+        return self.kv_heads if self.step == 1 else 1
 
 
 def no_narrowing(block: MaskBlock) -> tuple[MaskBlock, ...]:
