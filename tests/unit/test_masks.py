@@ -101,6 +101,13 @@ def test_visible_pairs_counts_the_dense_mask(mask, query_length, key_length):
     assert pairs == int(mask.visible(query_length, key_length).sum())
 
 
+def test_pairs_of_a_million_queries_are_counted_without_looking_at_each():
+    length, width = 2 ** 40, 4096
+    assert causal().band(length, length).visible_pairs(length, length) == length * (length + 1) // 2
+    assert (causal() & window(width - 1, 0)).band(length, length).visible_pairs(length, length) == (
+        length * width - width * (width - 1) // 2)
+
+
 @given(st.integers(0, 9), st.integers(0, 9), st.sampled_from(ALIGNMENTS), LENGTHS, LENGTHS)
 def test_dense_mask_follows_the_definition_pair_by_pair(left, right, alignment, query_length, key_length):
     offset = key_length - query_length if alignment == "bottom_right" else 0

@@ -282,12 +282,14 @@ def _pairs_of(problem: Problem, rank: int) -> int:
 
 
 def _visible_pairs(block: Rectangle) -> int:
-    """Estimate how many pairs a block shows, from rows at even distances; exactly, of as few rows or of a full one."""
+    """Return how many pairs a block shows; with exceptions an estimate from rows at even distances."""
     rows, columns = len(block.queries), len(block.keys)
     if not block.mask.is_bounded:
         return rows * columns
-    count = min(rows, _SAMPLED_ROWS)
     band = block.mask.band(rows, columns)
+    if not block.mask.has_exceptions:
+        return band.visible_pairs(rows, columns)
+    count = min(rows, _SAMPLED_ROWS)
     sampled = [(2 * number + 1) * rows // (2 * count) for number in range(count)]
     seen = sum(len(span) for row in sampled for span in band.key_spans(Span(row, row + 1), columns))
     return seen * rows // count

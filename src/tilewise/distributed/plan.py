@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from operator import itemgetter
 from typing import NamedTuple
 
 from tilewise.distributed.layouts import Layout, joined
@@ -161,10 +162,10 @@ def _of_one_sequence(problem: Problem, queries: Span, keys: Span, narrow: Narrow
 def _of_packed_sequences(problem: Problem, queries: Span, keys: Span, _: Narrow) -> Iterator[Rectangle]:
     """Yield what packed sequences have in a range of queries and one of keys: whole ones as they are, parts trimmed."""
     sequences = problem.sequences or ()
-    first = bisect_right(sequences, queries.start, key=lambda own: own[1])
+    first = max(bisect_right(sequences, span.start, key=itemgetter(stop)) for span, stop in ((queries, 1), (keys, 3)))
     for number in range(first, len(sequences)):
         first_q, stop_q, first_k, stop_k = own = sequences[number]
-        if first_q >= queries.stop:
+        if first_q >= queries.stop or first_k >= keys.stop:
             break
         if stop_q == first_q or stop_k == first_k:
             continue

@@ -90,7 +90,12 @@ class Band:
         return visible
 
     def visible_pairs(self, query_length: int, key_length: int) -> int:
-        """Number of (query, key) pairs that are visible; what a FLOP count multiplies."""
+        """Number of (query, key) pairs that are visible; what a FLOP count multiplies. Takes no time without exceptions."""
+        if self.prefix is None and self.sink_tokens is None and self.chunk is None:
+            stops = query_length * key_length if self.upper is None else _sum_clamped(
+                self.upper + 1, query_length, key_length)
+            starts = 0 if self.lower is None else _sum_clamped(self.lower, query_length, key_length)
+            return max(0, stops - starts)
         return sum(len(span) for i in range(query_length) for span in self.key_spans(Span(i, i + 1), key_length))
 
     def _stop(self, query: int, key_length: int) -> int:
@@ -102,3 +107,10 @@ class Band:
 
     def _chunk_start(self, position: int) -> int:
         return 0 if self.chunk is None else position // self.chunk * self.chunk
+
+
+def _sum_clamped(first: int, count: int, most: int) -> int:
+    """Return the sum of ``min(max(first + i, 0), most)`` for the first ``count`` integers i from 0 on."""
+    below = min(count, max(0, -first))
+    inside = min(count, max(below, most - first)) - below
+    return inside * (first + below) + inside * (inside - 1) // 2 + (count - below - inside) * most
