@@ -5,6 +5,10 @@ Hopper's do. What is asynchronous happens as early or as late as it can: a copy 
 barrier is waited for, and a product reads its operands when it is waited for, so that a slot that is filled anew too
 early, or read too early, gives wrong numbers, and a barrier that nobody completes ends the test. Nor may a sum be read
 that the last wait has not waited for.
+
+Threads reach shared memory by one way, the copy engine and products by another ("proxies" in PTX). What a partition has
+read or written must be fenced by it before the copy engine writes there, and what it has written before the copy engine
+or a product reads it: a barrier alone does not order the two ways.
 """
 
 import random
@@ -61,10 +65,57 @@ class Shared:
         return Shared(self.values.narrow(dim, start, length))
 
     def store(self, values):
-        self.values.copy_(values)
+        _own.program.accesses.write(self.values, values)
 
     def load(self, layout):
+        _own.program.accesses.read(self.values)
         return self.values.clone().as_subclass(Tensor)
+
+
+class Accesses:
+    """What the partitions of a program have read and written of shared memory since each one's last fence.
+
+    Two partitions may write the same to one place, each for itself: the fence of either is that of both, and a write
+    that changes nothing needs none.
+    """
+
+    def __init__(self):
+        self.changing = threading.Lock()
+        self.unfenced, self.written = {}, {}  # by thread: ranges of addresses and whether changed; those written
+
+    def read(self, values):
+        with self.changing:
+            self.unfenced.setdefault(threading.get_ident(), set()).add((*_addresses(values), False))
+
+    def write(self, values, new):
+        own, written = threading.get_ident(), (*_addresses(values), True)
+        with self.changing:
+            before = values.clone()
+            values.copy_(new)
+            self.written.setdefault(own, set()).add(written)
+            if not torch.allclose(before, values, 0, 0, equal_nan=True):
+                self.unfenced.setdefault(own, set()).add(written)
+
+    def fence(self):
+        with self.changing:
+            self.unfenced.pop(threading.get_ident(), None)
+            for ranges in self.unfenced.values():
+                ranges -= self.written.get(threading.get_ident(), set())
+            self.written.pop(threading.get_ident(), None)
+
+    def check(self, values, *, writes):
+        """Let the copy engine or a product read, or the former write."""
+        start, stop = _addresses(values)
+        with self.changing:
+            assert not any(first < stop and start < last and (writes or was_changed)
+                           for ranges in self.unfenced.values() for first, last, was_changed in ranges), (
+                "no fence between threads that read or write shared memory and what does so behind them")
+
+
+def _addresses(values):
+    """Return the addresses of a view from its first to behind its last element."""
+    last = sum((size - 1) * stride for size, stride in zip(values.shape, values.stride(), strict=True))
+    return values.data_ptr(), values.data_ptr() + (last + 1) * values.itemsize
 
 
 class Barrier:
@@ -126,8 +177,10 @@ class Descriptor:
 
 
 def _copy(desc, place, barrier, target):
+    _own.program.accesses.check(target.values, writes=True)
+
     def land():
-        target.store(desc.read(place))
+        target.values.copy_(desc.read(place))
         barrier.change(0, -desc.block_type.nbytes)
 
     if random.random() < 0.5:
@@ -170,6 +223,7 @@ _leaving = _Leaving()
 
 
 def _copy_out(desc, place, source):
+    _own.program.accesses.check(source.values, writes=False)
     _leaving.unread.append(lambda: partial(desc.write, place, source.values.clone()))
 
 
@@ -179,6 +233,7 @@ def _add_out(desc, place, source):
             part, inside = desc.part(place)
             part.add_(values[inside])
 
+    _own.program.accesses.check(source.values, writes=False)
     _leaving.unread.append(lambda: partial(add, source.values.clone()))
 
 
@@ -274,6 +329,9 @@ _under_way = threading.local()
 def _multiply(left, right, total, *, is_async, use_acc=True):
     """Ask for a product; a total that is itself a product is waited for with this one, or before."""
     assert is_async
+    for operand in (left, right):
+        if isinstance(operand, Shared):
+            _own.program.accesses.check(operand.values, writes=False)
     product = Product(left, right, total if use_acc else torch.zeros(()))
     _under_way.products = [*getattr(_under_way, "products", ()), product]
     return product
@@ -314,6 +372,7 @@ class _Program:
 
     def __init__(self, number, beside):
         self.number, self.beside, self.turns, self.meetings = number, beside, _Turns(), {}
+        self.accesses = Accesses()
 
     def meet(self, number):
         """Let as many of the program's warpgroups meet."""
@@ -401,7 +460,8 @@ def run(kernel, modules, grid, arguments, constants, together=1):
     with pytest.MonkeyPatch.context() as patch:
         fakes = {
             "gl": language(grid), "tma_load": _copy, "tma_store": _copy_out,
-            "tma_add": _add_out, "tma_store_wait": _wait_for_copies_out, "fence_async_shared": lambda: None,
+            "tma_add": _add_out, "tma_store_wait": _wait_for_copies_out,
+            "fence_async_shared": lambda: _own.program.accesses.fence(),
             "reinterpret": lambda tiles, dtype, shape, layout: tiles.reinterpret(dtype, shape),
             "await_accum": lambda: _wait_for_arrivals(0), "await_results": lambda: _wait_for_arrivals(0),
             "await_accum_but_last": lambda: _wait_for_arrivals(1),

@@ -66,6 +66,16 @@ def test_a_head_persistent_cta_has_the_bits_of_deterministic_accumulation(mask, 
     assert all(map(torch.equal, of_keys, of_keys_in_order))
 
 
+@pytest.mark.parametrize(("module", "config"), [("dq_accum", TWO), ("d64", DETERMINISTIC)])
+def test_a_fence_that_is_left_out_is_found(module, config, monkeypatch):
+    """Of an accumulator that threads have read before the copy engine writes there again; of dS before an MMA."""
+    monkeypatch.setitem(backward_on_cpu.CONSTANTS, (getattr(backward_on_cpu, module), "fence_async_shared"),
+                        lambda: None)
+    monkeypatch.setattr(backward_on_cpu.gluon_on_cpu, "PATIENCE", 0.5)  # of the partitions that wait for the failed one
+    with pytest.raises(AssertionError, match="no fence between threads"):
+        differentiate(MASKS["full"], config, 64)
+
+
 @pytest.mark.parametrize("slopes", SLOPES.values(), ids=SLOPES)
 @pytest.mark.parametrize("config", [DETERMINISTIC, HEAD_PERSISTENT, TWO, FOUR, DYNAMIC],
                          ids=["deterministic", "head_persistent", "two", "four", "dynamic"])

@@ -117,8 +117,10 @@ def load_accum(accum_ptr, part, like):
 
 @gluon.jit
 def add_staged(staged, dq):
-    """Return a part of dQ plus the accumulator that TMA has loaded to shared memory."""
-    return dq + row_major(staged.load(thread_major(dq).reshape(staged.shape).type.layout), dq)
+    """Return a part of dQ plus the accumulator that TMA has loaded to shared memory, and may load there again."""
+    accum = staged.load(thread_major(dq).reshape(staged.shape).type.layout)
+    fence_async_shared()
+    return dq + row_major(accum, dq)
 
 
 @gluon.jit
