@@ -90,7 +90,10 @@ class Band:
         return visible
 
     def visible_pairs(self, query_length: int, key_length: int) -> int:
-        """Number of (query, key) pairs that are visible; what a FLOP count multiplies. Takes no time without exceptions."""
+        """Number of (query, key) pairs that are visible; what a FLOP count multiplies.
+
+        Takes the same time for any lengths where the band has no exceptions, else a time linear in the queries.
+        """
         if self.prefix is None and self.sink_tokens is None and self.chunk is None:
             stops = query_length * key_length if self.upper is None else _sum_clamped(
                 self.upper + 1, query_length, key_length)
