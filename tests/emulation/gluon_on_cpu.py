@@ -6,9 +6,9 @@ barrier is waited for, and a product reads its operands when it is waited for, s
 early, or read too early, gives wrong numbers, and a barrier that nobody completes ends the test. Nor may a sum be read
 that the last wait has not waited for.
 
-Threads reach shared memory by one way, the copy engine and products by another ("proxies" in PTX). What a partition has
-read or written must be fenced by it before the copy engine writes there, and what it has written before the copy engine
-or a product reads it: a barrier alone does not order the two ways.
+Threads reach shared memory through PTX's generic proxy, the copy engine and products through its async proxy. What a
+partition has read or written must be fenced by it before the copy engine writes there, and what it has written before
+the copy engine or a product reads it: a barrier alone does not order the two proxies.
 """
 
 import random
@@ -75,8 +75,8 @@ class Shared:
 class Accesses:
     """What the partitions of a program have read and written of shared memory since each one's last fence.
 
-    Two partitions may write the same to one place, each for itself: the fence of either is that of both, and a write
-    that changes nothing needs none.
+    Two partitions may write the same to one place, each for itself: the fence of the one that came last is that of
+    both, and a write that changes nothing needs none. A range is all from a view's first to its last address.
     """
 
     def __init__(self):
@@ -85,23 +85,26 @@ class Accesses:
 
     def read(self, values):
         with self.changing:
-            self.unfenced.setdefault(threading.get_ident(), set()).add((*_addresses(values), False))
+            self.unfenced.setdefault(threading.current_thread(), set()).add((*_addresses(values), False))
 
     def write(self, values, new):
-        own, written = threading.get_ident(), (*_addresses(values), True)
+        own, written = threading.current_thread(), (*_addresses(values), True)
         with self.changing:
             before = values.clone()
             values.copy_(new)
             self.written.setdefault(own, set()).add(written)
             if not torch.allclose(before, values, 0, 0, equal_nan=True):
                 self.unfenced.setdefault(own, set()).add(written)
+                for thread, ranges in self.written.items():
+                    if thread is not own:
+                        ranges.discard(written)
 
     def fence(self):
         with self.changing:
-            self.unfenced.pop(threading.get_ident(), None)
+            self.unfenced.pop(threading.current_thread(), None)
+            written = self.written.pop(threading.current_thread(), set())
             for ranges in self.unfenced.values():
-                ranges -= self.written.get(threading.get_ident(), set())
-            self.written.pop(threading.get_ident(), None)
+                ranges -= written
 
     def check(self, values, *, writes):
         """Let the copy engine or a product read, or the former write."""
@@ -109,7 +112,7 @@ class Accesses:
         with self.changing:
             assert not any(first < stop and start < last and (writes or was_changed)
                            for ranges in self.unfenced.values() for first, last, was_changed in ranges), (
-                "no fence between threads that read or write shared memory and what does so behind them")
+                "no fence between threads that read or wrote shared memory and the copy engine or product behind them")
 
 
 def _addresses(values):
@@ -368,9 +371,10 @@ _own = threading.local()  # the program that a thread is of
 
 
 class _Program:
-    """A program, and how many run beside it."""
+    """A program, how many run beside it, and the failures of all, the first one first."""
 
-    def __init__(self, number, beside):
+    def __init__(self, number, beside, failures):
+        self.failures = failures
         self.number, self.beside, self.turns, self.meetings = number, beside, _Turns(), {}
         self.accesses = Accesses()
 
@@ -380,8 +384,8 @@ class _Program:
 
 
 def _side_by_side(calls):
-    """Call each of (program, function, arguments) in a thread of its own."""
-    failures = []
+    """Call each of (program, function, arguments) in a thread of its own; raise the run's first failure if any."""
+    failed = []
 
     def run(program, function, arguments):
         _own.program = program
@@ -390,15 +394,16 @@ def _side_by_side(calls):
             assert not _leaving.unread, "a program ends whose results the copy engine has yet to read"
             _wait_for_arrivals(0)
         except BaseException as failure:
-            failures.append(failure)
+            failed.append(failure)
+            program.failures.append(failure)
 
     threads = [threading.Thread(target=run, args=call, daemon=True) for call in calls]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    if failures:
-        raise failures[0]
+    if failed:
+        raise calls[0][0].failures[0]
 
 
 def _specialize(partitions, _warps, _registers):
@@ -486,7 +491,8 @@ def run(kernel, modules, grid, arguments, constants, together=1):
         for (module, name), value in constants.items():
             patch.setattr(module, name, value)
         for first in range(0, grid, together):
-            programs = [_Program(number, together - 1) for number in range(first, min(first + together, grid))]
+            failures, numbers = [], range(first, min(first + together, grid))
+            programs = [_Program(number, together - 1, failures) for number in numbers]
             _side_by_side([(program, kernel.fn, arguments) for program in programs])
             for program in programs:
                 program.turns.end()

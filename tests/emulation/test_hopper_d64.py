@@ -71,7 +71,7 @@ def test_a_fence_that_is_left_out_is_found(module, config, monkeypatch):
     """Of an accumulator that threads have read before the copy engine writes there again; of dS before an MMA."""
     monkeypatch.setitem(backward_on_cpu.CONSTANTS, (getattr(backward_on_cpu, module), "fence_async_shared"),
                         lambda: None)
-    monkeypatch.setattr(backward_on_cpu.gluon_on_cpu, "PATIENCE", 0.5)  # of the partitions that wait for the failed one
+    monkeypatch.setattr(backward_on_cpu.gluon_on_cpu, "PATIENCE", 3.0)  # of those that wait for the failed one
     with pytest.raises(AssertionError, match="no fence between threads"):
         differentiate(MASKS["full"], config, 64)
 

@@ -102,8 +102,31 @@ def test_lengths_of_the_whole_sequences_go_to_the_device_once():
     borders, layout = torch.tensor([0, 13, 14, 40, 64]), balanced_over(torch.arange(LENGTH) // 13)
     first, again = (arguments.packed_arguments_of(given_of(layout, mask=CAUSAL, cu_seqlens_q=borders), 1, RANKS)
                     .packed_lengths for _ in range(2))
-    assert [first[name].tolist() for name in arguments.PACKED_NAMES] == [borders.tolist()] * 2 + [[13, 1, 26, 24]] * 2
+    assert [first[name].tolist() for name in arguments.PACKED_NAMES[:2]] == [borders.tolist()] * 2
     assert all(first[name] is again[name] for name in arguments.PACKED_NAMES)
+    assert [first[name] for name in arguments.PACKED_NAMES[2:]] == [None, None]
+
+
+@pytest.mark.parametrize("used", [[13, 1, 26, 24], [13, 0, 20, 24]], ids=["all", "some"])
+def test_lengths_in_use_go_on_where_they_are_given(used):
+    """Whatever they are: the kernels of one kind of call are those of the next batch."""
+    borders, layout = torch.tensor([0, 13, 14, 40, 64]), balanced_over(torch.arange(LENGTH) // 13)
+    given = given_of(layout, mask=CAUSAL, cu_seqlens_q=borders, seqused_q=torch.tensor(used),
+                     seqused_k=torch.tensor(used))
+    lengths = arguments.packed_arguments_of(given, 1, RANKS).packed_lengths
+    assert lengths["seqused_q"].tolist() == lengths["seqused_k"].tolist() == used
+
+
+@pytest.mark.parametrize(("device", "deterministic", "packs"), [
+    ("cpu", False, True), ("cpu", True, True), ("meta", False, True), ("meta", True, False)])
+def test_documents_are_packed_for_one_call_of_all_but_where_the_hopper_kernels_take_a_mask_alone(device, deterministic,
+                                                                                                packs):
+    ids = torch.arange(LENGTH) // 13
+    layout = balanced_over(ids)
+    given = given_of(layout, mask=CAUSAL & tw.documents(ids), deterministic=deterministic)
+    given |= {name: given[name].to(device) for name in "qkv"}
+    packed = call_plan.with_packed_documents(arguments.arguments_of(given, 1, RANKS))
+    assert (packed.sequences is not None, packed.documents is None) == (packs, packs)
 
 
 def test_documents_that_were_changed_in_place_are_planned_anew(counted):

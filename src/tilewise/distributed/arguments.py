@@ -1,7 +1,6 @@
 """What the public calls are given, checked once and put into the form that schedules take."""
 
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -113,9 +112,10 @@ class Arguments:
 
         def make() -> list[torch.Tensor | None]:
             used = [[own[side + 1] - own[side] for own in sequences] for side in (0, 2)]
-            all_used = used == [[stop - start for start, stop in pairwise(own)] for own in borders]
+            of_user = self.sources[2:4]  # seqused_q and seqused_k; documents have two sources
+            gives_used = any(own is not None for own in of_user)
             return [None if own is None else torch.tensor(own, dtype=torch.int32, device=device)
-                    for own in (*borders, *((None, None) if all_used else used))]
+                    for own in (*borders, *(used if gives_used else (None, None)))]
 
         made = make() if is_capturing(device) else _lengths_on_device.get(self.sources, key, make)
         return {**dict(zip(PACKED_NAMES, made, strict=True)), "max_seqlen_q": self.options.max_seqlen_q,

@@ -91,9 +91,12 @@ def planned_problem(arguments: Arguments) -> Problem:
 
 
 def with_packed_documents(arguments: Arguments) -> Arguments:
-    """Return a call of the whole sequence whose documents are packed sequences, or the same call if they cannot be."""
+    """Return a call of the whole sequence whose documents are packed sequences, or the same call if they cannot be.
+
+    Nor are they on a GPU where ``deterministic``: the Hopper kernels take a mask there, and no lengths that are data.
+    """
     packed = _packed_documents(arguments)
-    if packed is None:
+    if packed is None or (arguments.options.deterministic and arguments.q.device.type != "cpu"):
         return arguments
     mask = replace(arguments.mask, alignment="top_left") if arguments.mask.is_bounded else Mask()
     borders = [0, *(stop for _, stop, _, _ in packed)]

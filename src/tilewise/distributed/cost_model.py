@@ -35,7 +35,7 @@ from tilewise.masks import Span
 from tilewise.support.caches import registered
 
 SCHEDULES = ("ring", "all_gather", "ulysses")
-_SAMPLED_ROWS = 32  # of each block, from whose visible keys its pairs are estimated
+_SAMPLED_ROWS = 32  # of a block whose mask has exceptions, from whose visible keys its pairs are estimated
 GROUPS = 4  # of heads in an all_gather, at most
 BACKWARD = 2.5  # times the operations of the forward pass: five products of matrices for two
 

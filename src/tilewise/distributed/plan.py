@@ -52,7 +52,8 @@ class Problem:
         mask: by position, of the whole sequences.
         merges: whether blocks without hidden pairs may become one, which no operand of the pairs allows.
         kv_heads: how many heads keys have.
-        step: where a mask trims the queries and keys of a block, it begins at a multiple of this: above 1 with dropout.
+        step: where a mask trims the queries and keys of a block, it begins at a multiple of this; 1 without dropout,
+            whose draws belong to more positions at once.
         sequences: of packed ones, in their order, the rows that take part: first query, one past the last, first key
             and one past the last; None of one sequence. The mask is each one's own.
     """
