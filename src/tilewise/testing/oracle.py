@@ -312,12 +312,12 @@ def _in_order(order: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dou
     """Return :func:`dense` in one order of summation.
 
     Order 0 sums as the tensors lie; another number seeds a shuffle of positions and head dims, which changes nothing
-    but the rounding. Odd ones also add the scores and dout vᵀ up one head dim after another, as a tile kernel does (a
-    BLAS may split the sum and round less; seen at d 256 in float32: a third); take delta off dout vᵀ before that is
-    rounded to 16 bits; and move delta and the saved lse by one unit in the last place, up or down at random (Monte
-    Carlo arithmetic; Parker, Pierce, Eggert, 2000): in a row that sees one key the difference is 0, and by luck its
-    rounding errors are too, in all the orders of a small sum; lse is the score itself there, and their difference 0
-    too, but not for a kernel that keeps scores in base 2 and rounds both on the way.
+    but the rounding. Odd ones also add the scores up one head dim after another, as a tile kernel does (a BLAS may
+    split the sum and round less; seen at d 256 in float32: a third); take delta off dout vᵀ before that is rounded,
+    as a product does whose sum starts from −delta; and move delta and the saved lse by one unit in the last place, up
+    or down at random (Monte Carlo arithmetic; Parker, Pierce, Eggert, 2000): in a row that sees one key the difference
+    is 0, and by luck its rounding errors are too, in all the orders of a small sum; lse is the score itself there, and
+    their difference 0 too, but not for a kernel that keeps scores in base 2 and rounds both on the way.
     """
     dlse = torch.zeros(q.shape[:3], dtype=q.dtype, device=q.device) if dlse is None else dlse.to(q.dtype)
     # A backward pass in O(s) memory knows a row's softmax by its lse alone, kept in float32: the rounding of lse,
@@ -356,7 +356,7 @@ def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, incoming: tuple[to
         q, k, v, terms: the problem.
         incoming: dout, dlse and the lse that the forward pass saved.
         nudge: None rounds dout vᵀ before delta is taken off; units in the last place, (b, hq, sq), are added to delta
-            before it is taken off the product, which is added up in float32 one head dim after another.
+            before it is taken off the unrounded product.
     """
     dout, dlse, saved_lse = incoming
     capped, softcap = _capped_scores(q, k, terms, in_turn=nudge is not None), terms.settings.softcap
@@ -371,8 +371,7 @@ def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, incoming: tuple[to
         difference = terms.dropped(dout @ values.mT) - delta.unsqueeze(-1)
     else:
         delta = delta.double() * (1.0 + nudge.double() * torch.finfo(q.dtype).eps)
-        dprobs = terms.dropped(_product_in_turn(dout, values).double())
-        difference = (dprobs - delta.unsqueeze(-1)).to(q.dtype)
+        difference = (terms.dropped(dout.double() @ values.double().mT) - delta.unsqueeze(-1)).to(q.dtype)
     dscores = probs * difference
     dproduct = _through_function(dscores, capped, terms)
     dproduct = dproduct if steepness is None else dproduct * steepness
@@ -439,10 +438,7 @@ def _largest(scores: torch.Tensor, terms: _Terms) -> torch.Tensor:
 
 
 def _product_in_turn(q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Return q keysᵀ, added up in float32 one head dim after another; eight at a time where there are many scores.
-
-    Of dout and v it is dP.
-    """
+    """Return q keysᵀ, added up in float32 one head dim after another; eight at a time where there are many scores."""
     wide = torch.promote_types(q.dtype, torch.float32)
     total = torch.zeros(*q.shape[:3], keys.shape[2], dtype=wide, device=q.device)
     step = 1 if total.numel() <= _FEW_SCORES else 8
