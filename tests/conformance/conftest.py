@@ -1,4 +1,6 @@
-"""Which case meets which dtype and loss: each meets all on a GPU; on a CPU halves come where they can differ alone."""
+"""Which case meets which dtype and loss, all on a GPU, on a CPU halves where they can differ alone; and what sums."""
+
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -11,6 +13,19 @@ _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _HALF_ON_CPU = {"mha", "gqa_causal_odd_lengths", "causal_bottom_right_more_queries", "window_both_sides",
                 "value_dim_smaller", "packed_qkv_causal", "moat_window", "scale_given",
                 "bias_shared_by_batch_causal", "everything"}
+
+
+@pytest.fixture
+def sums_in_one_order(device, monkeypatch):
+    """On a CPU, let Triton's interpreter round a product's sums once.
+
+    In the orders of numpy's BLAS a score and its lse differ, and the processor decides how much of a budget is used:
+    the slopes' gradient of random seed 14 (float32, head dim 256) was at 1.04 of it on one make, and is at 0.06 so.
+    """
+    if device.type == "cpu" and find_spec("triton") is not None:
+        from emulation.interpreter import round_products_of_tiles_once
+
+        round_products_of_tiles_once(monkeypatch)
 
 
 def pytest_generate_tests(metafunc):

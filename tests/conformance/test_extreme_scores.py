@@ -1,7 +1,6 @@
 """Scores far from zero stay finite and right, with tails of every raggedness."""
 
 from dataclasses import replace
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -23,15 +22,6 @@ from tilewise.testing.inputs import make_inputs
 RAGGED = (129, 192, 228)
 MASKS = {"no_mask": Mask(), "causal": causal("bottom_right")}
 OTHERS = ("torch", "cudnn")  # backends whose kernels are not this library's
-
-
-@pytest.fixture
-def sums_in_one_order(device, monkeypatch):
-    """On a CPU, let Triton's interpreter round sums once: in numpy's orders a score and its lse differ."""
-    if device.type == "cpu" and find_spec("triton") is not None:
-        from emulation.interpreter import round_products_of_tiles_once
-
-        round_products_of_tiles_once(monkeypatch)
 
 
 def _check(backend, case, inputs):

@@ -56,6 +56,7 @@ def test_any_tiny_problem_with_any_options_stays_within_error_budget(backend, de
     _check(backend, configuration, device)
 
 
+@pytest.mark.usefixtures("sums_in_one_order")
 def test_random_configurations_stay_within_error_budget(backend, first_seed, device):
     size = "large" if device.type == "cuda" else "small"
     findings = [Finding(configuration, check, device)
