@@ -57,7 +57,8 @@ TARGETS = {
 def operands_of(request):
     """Every operand, or with request["options"] a list of names of them, or none."""
     shape = {"b": 1, "h": 2, "s": 4096}
-    made = {"bias": torch.empty(1, shape["h"], shape["s"], shape["s"], dtype=torch.bfloat16),
+    of_bias = getattr(torch, request.get("bias", "bfloat16"))
+    made = {"bias": torch.empty(1, shape["h"], shape["s"], shape["s"], dtype=of_bias),
             "alibi_slopes": torch.empty(1, shape["h"]), "sinks": torch.empty(shape["h"]),
             "mask": torch.empty(1, 1, shape["s"], shape["s"], dtype=torch.bool),
             "seed": torch.empty(1, dtype=torch.int64)}
@@ -269,8 +270,9 @@ def prepare_hopper(request):
         else:
             read = torch.empty(launch.columns_shape, dtype=torch.bfloat16) if config.augmented_k else rows
             counter = torch.empty(1, dtype=torch.int32) if config.dynamic_tiles else None
-            arguments = launch.arguments(launch.taken((*taken, *written[:3]), read), torch.empty(launch.accum_shape),
-                                         data, counter)
+            delta = rows if operands.bias is not None and not config.augmented_k else None
+            arguments = launch.arguments(launch.taken((*taken, *written[:3]), read, operands.bias),
+                                         torch.empty(launch.accum_shape), data, counter, delta)
     facts = {"limit": spec.shared_memory, "planned": config.shared_bytes(problem)}
     return prepared("sm_90", partial(launch.enqueue.compile, arguments), facts, report_of_hopper)
 

@@ -96,7 +96,7 @@ def compare(gradients, wanted):
 
 def extra_columns_of(lse, delta, slopes=None):
     """What hopper_augmented_k_kernel writes; with ALiBi's slopes also of queries past the last one."""
-    parts = [(0, -lse / SCALE), (3, -delta)]
+    parts = [(0, (-lse / SCALE).masked_fill(lse.isinf(), -1e30)), (3, -delta)]
     if slopes is not None:
         ahead = -lse.shape[-1] % 64
         lse, delta = (torch.nn.functional.pad(rows, (0, ahead), value=past) for rows, past in (
@@ -110,3 +110,29 @@ def extra_columns_of(lse, delta, slopes=None):
             columns[..., first + i] = rest
             rest = rest - columns[..., first + i].float()
     return columns
+
+
+def with_bias(problem, bias):
+    """The problem with a bias, (b|1, hq|1, sq, sk)."""
+    spec = OperandSpec(tuple(bias.shape), bias.stride(), bias.dtype)
+    return replace(problem, scores=problem.scores._replace(bias=spec))
+
+
+def bias_of(problem, entries, heads, dtype=torch.float16):
+    """A bias of so many batch entries and heads, whose rows begin at multiples of 16 bytes.
+
+    It is NaN where nobody may look: behind the last key of each row, and in the rows and columns of queries and keys that
+    do not take part.
+    """
+    torch.manual_seed(1)
+    queries, keys, wide = problem.seeing_queries, problem.seen_keys, -(-problem.sk // 8) * 8
+    bias = torch.full((entries, heads, problem.sq, wide), torch.nan, dtype=dtype)
+    taken = 2.0 * torch.randn(entries, heads, len(queries), len(keys))
+    bias[:, :, queries.start:queries.stop, keys.start:keys.stop] = taken.to(dtype)
+    return bias[..., :problem.sk]
+
+
+def taken_off_by(problem, bias):
+    """What a bias takes off the scores of queries and keys that take part: less than nothing where it is positive."""
+    queries, keys = problem.seeing_queries, problem.seen_keys
+    return -bias[:, :, queries.start:queries.stop, keys.start:keys.stop].double()

@@ -12,31 +12,32 @@ from tilewise.kernels.hopper.arguments import BackwardPointers, Lengths
 gluon_on_cpu, plan_on_cpu = (
     pytest.importorskip(f"emulation.{name}", reason="Triton is not installed") for name in (
         "gluon_on_cpu", "plan_on_cpu"))
-(mask_plan, mask_ranges, pipeline, softmax, alibi, varlen, tiles, augmented_k, d64, d128, dq_accum, assignment, mmas,
- producers) = (
+(mask_plan, mask_ranges, pipeline, softmax, alibi, varlen, tiles, augmented_k, bias, d64, d128, dq_accum, assignment,
+ mmas, producers) = (
     pytest.importorskip(f"tilewise.kernels.hopper.{name}") for name in (
         "mask_plan", "mask_ranges", "pipeline", "softmax", "alibi", "varlen", "tile_scheduler", "backward.augmented_k",
-        "backward.d64", "backward.d128", "backward.dq_accum", "backward.kv_tile_assignment", "backward.mmas",
+        "backward.bias", "backward.d64", "backward.d128", "backward.dq_accum", "backward.kv_tile_assignment", "backward.mmas",
         "backward.producers"))
 Descriptor, Pointer = gluon_on_cpu.Descriptor, gluon_on_cpu.Pointer
-MODULES = (d64, d128, producers, mmas, dq_accum, augmented_k, varlen, pipeline, softmax, alibi, assignment, tiles,
+MODULES = (d64, d128, producers, mmas, dq_accum, augmented_k, bias, varlen, pipeline, softmax, alibi, assignment, tiles,
            mask_plan, mask_ranges)
 CONSTANTS = {(module, "QUERIES"): 64 for module in MODULES if hasattr(module, "QUERIES")} | {
-    (module, "LOG2E"): math.log2(math.e) for module in (d64, d128, producers, softmax)} | {
+    (module, "LOG2E"): math.log2(math.e) for module in (d64, d128, producers, bias, softmax)} | {
     (producers, "LOST"): 2.0**24} | {
     (module, "EXTRA_COLUMNS"): 16 for module in (d64, d128, augmented_k)} | {(augmented_k, "SLOPE_COLUMNS"): 6} | {
     (varlen, "_CHUNK"): 128, (varlen, "_CLEARED"): 32} | {
     (module, "WRITERS"): 2 for module in (d64, dq_accum)} | {
     (module, "NO_TILE"): -1 for module in (d64, d128, producers, tiles)} | {
     (module, "scheduling_fence_of"): lambda values, turn: (values, turn) for module in (d128, pipeline)} | {
+    (bias, "in_float32"): lambda numbers: numbers.float(),
     (d64, "ZERO"): 0, (d64, "ONE"): 1} | plan_on_cpu.plan_constants(MODULES)
 
 
-def differentiate(problem, tensors, config, num_sms, together, plan=None, borders=None, slopes=None):
+def differentiate(problem, tensors, config, num_sms, together, plan=None, borders=None, slopes=None, added=None):
     """Return dq before it is scaled, dk and dv.
 
     together: how many CTAs run at once. plan: lists, bits and strides of a mask that is no band. borders: cu_seqlens of
-    queries and keys, of packed sequences; dq is then left in the accumulator's order. slopes: ALiBi's.
+    queries and keys, of packed sequences; dq is then left in the accumulator's order. slopes: ALiBi's. added: a bias.
     """
     lists, bits, strides = (None, None, None) if plan is None else plan
     launch = bound_backward(problem, config, num_sms, plan=strides)
@@ -50,16 +51,17 @@ def differentiate(problem, tensors, config, num_sms, together, plan=None, border
     read = extra_columns_of(lse, delta, slopes) if config.augmented_k else lse
     assert not config.augmented_k or read.shape == launch.columns_shape
     is_narrow = config.kernel == "d64"
-    given = (q, k, v, dout, read, *(() if is_narrow else (delta,)), dk, dv, dq)
+    given = launch.taken((q, k, v, dout, lse, delta, dq, dk, dv), read, None if added is None else launch._bias_read(added))
     described = launch._in_forms(given, lambda tensor, form: (
         Pointer(tensor.flatten()) if form is None else Descriptor(tensor, form[0])))
+    of_delta = Pointer(delta.flatten()) if added is not None and not config.augmented_k else None
     target = Pointer(accum) if config.dq_from_registers else Descriptor(accum.view(-1, 256), launch.accum_block)
     counter = torch.zeros(1, dtype=torch.int32)
     workspace = Pointer(counter) if config.dynamic_tiles else Pointer(whole) if config.head_persistent else Pointer(
         semaphores.view(torch.int32)) if config.deterministic else None
     packed = (None, None) if borders is None else (Pointer(dk.view(-1)), Pointer(dv.view(-1)))
     pointers = BackwardPointers(*packed, None, *(None if part is None else Pointer(part.flatten())
-                                                 for part in (lists, bits, slopes)))
+                                                 for part in (lists, bits, slopes)), of_delta)
     of_sequences = (None, None) if borders is None else map(Pointer, borders)
     lengths = () if is_narrow else (Lengths(*of_sequences, None, None),)
     gluon_on_cpu.run(launch.kernel, MODULES, launch.grid[0],

@@ -156,7 +156,8 @@ class BackwardPointers(NamedTuple):
     """What only some calls of the backward kernel read or write, each None in the others.
 
     dk, dv: of packed sequences, past whose last row copies by TMA would write. seed: with C.HAS_DROPOUT. lists, bits:
-    with C.MASK_PLAN (mask_plan.py). slopes: with C.HAS_ALIBI.
+    with C.MASK_PLAN (mask_plan.py). slopes: with C.HAS_ALIBI. delta: with a bias, without C.AUGMENTED_K; the bias, a
+    descriptor, then stands in its own place.
     """
 
     dk: Any
@@ -165,13 +166,26 @@ class BackwardPointers(NamedTuple):
     lists: Any = None
     bits: Any = None
     slopes: Any = None
+    delta: Any = None
+
+
+class BiasPlace(NamedTuple):
+    """Which part of a bias a backward call reads.
+
+    own_batch, own_head: 1 where each batch entry or head has its own, 0 where all share one. first_key: the first key
+    that is seen; queries begin with the first one that sees a key.
+    """
+
+    own_batch: Any
+    own_head: Any
+    first_key: Any
 
 
 class BackwardNumbers(NamedTuple):
     """The numbers of a backward launch. group, num_sequences, plan, diagonal: as in ForwardNumbers.
 
     slopes_b, slopes_h: strides of ALiBi's slopes, in elements, 0 along a dim that is shared. Without ALiBi these and
-    diagonal are None.
+    diagonal are None. bias: a BiasPlace, or None.
     """
 
     grid: Any
@@ -184,6 +198,7 @@ class BackwardNumbers(NamedTuple):
     slopes_b: Any = None
     slopes_h: Any = None
     diagonal: Any = None
+    bias: Any = None
 
 
 class RowStats(NamedTuple):

@@ -8,6 +8,7 @@ from tilewise.errors import InvalidInput
 from tilewise.problem import AttentionProblem
 
 BLOCK_N = 128  # keys a tile, but for D256
+SHARED_MEMORY = 232448  # bytes that a CTA may have on Hopper
 LEAST_SCALE = 2.0**-40  # of scores whose lse comes in extra columns: lse / scale is a number, and far from the largest
 
 
@@ -133,8 +134,25 @@ class HopperBackwardConfig:
         """
         raise NotImplementedError
 
+    def bias_stages(self, problem: AttentionProblem) -> int:
+        """Tiles of the bias in flight, 64 queries by a tile's keys each: two, one where two do not fit; 0 without one.
+
+        Where not even one fits, :meth:`shared_bytes` is more than a CTA may have.
+        """
+        stage = _bias_bytes(problem)
+        if stage == 0:
+            return 0
+        return 2 if self._bytes_without_bias(problem) + 2 * stage <= SHARED_MEMORY else 1
+
     def shared_bytes(self, problem: AttentionProblem) -> int:
-        """Shared memory: k, v, q, dout, dS twice, row stats and staged dQ; barriers take under a KiB."""
+        """Shared memory: k, v, q, dout, dS twice, row stats, staged dQ, the bias; barriers take under a KiB."""
+        return self._bytes_without_bias(problem) + self.bias_stages(problem) * _bias_bytes(problem)
+
+    def fits(self, problem: AttentionProblem) -> bool:
+        """Whether a CTA may have the shared memory that the kernel needs for the problem."""
+        return self.shared_bytes(problem) <= SHARED_MEMORY
+
+    def _bytes_without_bias(self, problem: AttentionProblem) -> int:
         (d, dv), size = map(sum, self.columns(problem)), problem.dtype.itemsize
         tiles = size * (self.kv_stages * BLOCK_N * (d + dv) + 64 * (self.q_stages * d + self.dout_stages * dv))
         # A block's extra columns, and those that select them; or lse and delta.
@@ -285,6 +303,8 @@ class HopperD128Config(HopperBackwardConfig):
             raise self._refusal(problem, "head dims up to 128")
         if self.deterministic and problem.sequences.are_data:
             raise InvalidInput(f"variant={self.variant} for {problem}; allowed are lengths that are no data.")
+        if problem.scores.bias is not None and problem.sequences.are_data:
+            raise self._refusal(problem, "a bias where lengths are no data")
         return ((max(64, problem.width),),) * 2
 
 
@@ -304,8 +324,8 @@ class HopperD192Config(HopperBackwardConfig):
 
     def columns(self, problem: AttentionProblem) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """128 + 64 columns of q and k, 128 of v and dout."""
-        if problem.d <= 128 or not dk_dv_fit(problem):
-            raise self._refusal(problem, "head dims of 129 to 192 of q and k, and up to 128 of v")
+        if problem.d <= 128 or not dk_dv_fit(problem) or problem.scores.bias is not None:
+            raise self._refusal(problem, "head dims of 129 to 192 of q and k, and up to 128 of v, without a bias")
         return (128, 64), (128,)
 
 
@@ -326,6 +346,8 @@ class HopperD256Config(HopperBackwardConfig):
 
     def columns(self, problem: AttentionProblem) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """64, 128, 128 + 64 or 256 columns of q and k, and of v and dout."""
+        if problem.scores.bias is not None:
+            raise self._refusal(problem, "calls without a bias")
         return _chunks_of(problem.d), _chunks_of(problem.dv)
 
     def shared_bytes(self, problem: AttentionProblem) -> int:
@@ -407,6 +429,12 @@ def augmented_k_fits(problem: AttentionProblem) -> bool:
     return (max(problem.d, problem.dv) <= 128 and problem.scale >= LEAST_SCALE and scores.softcap is None
             and (scores.alibi_slopes is None or not problem.sees_ahead) and not scores.dropout_p
             and not problem.sequences.are_data)
+
+
+def _bias_bytes(problem: AttentionProblem) -> int:
+    """Return the bytes of 64 queries' bias for a tile of keys; 0 without a bias."""
+    bias = problem.scores.bias
+    return 0 if bias is None else 64 * BLOCK_N * bias.dtype.itemsize
 
 
 def _chunks_of(dim: int) -> tuple[int, ...]:

@@ -36,6 +36,13 @@ from tilewise.kernels.hopper.backward.augmented_k import (
     make_selectors,
     slope_times_offset,
 )
+from tilewise.kernels.hopper.backward.bias import (
+    add_bias,
+    await_bias,
+    make_bias_pipe,
+    read_bias,
+    release_bias,
+)
 from tilewise.kernels.hopper.backward.dq_accum import (
     DQTarget,
     accumulate,
@@ -51,6 +58,7 @@ from tilewise.kernels.hopper.backward.producers import load
 from tilewise.kernels.hopper.backward.types import (
     Alibi,
     Args,
+    Bias,
     Inputs,
     KVTiles,
     Outputs,
@@ -176,6 +184,7 @@ def attend_blocks(begin, end, count, state, head, view, args, smem, draws, WG: g
         bits = ()
         if MASKED:
             bits = bits_of_step(step, view, QUERIES, C)
+        await_bias(smem.bias, count, C)
         if not C.S_AHEAD:
             consumer_wait(smem.q.full, count, C.Q_STAGES)
             scores_pending = issue_s_or_dp(k, q_tiles, row_stats, count, stage, SCORES, C)
@@ -188,20 +197,22 @@ def attend_blocks(begin, end, count, state, head, view, args, smem, draws, WG: g
         dprobs_pending = issue_s_or_dp(v, dout_tiles, row_stats, count, count % C.DOUT_STAGES, DPROBS, C)
         if not C.AUGMENTED_K:
             lse = row_stats.index(2 * stage).load(ROW)
+        bias = read_bias(smem.bias, count, WG, C)
         if not C.S_AHEAD:
             scores = warpgroup_mma_wait(2 if C.AUGMENTED_K else 1, deps=(scores_pending,))  # but not for dP
         if C.AUGMENTED_K:
             if C.HAS_ALIBI:
-                probs = gl.exp2(scores * scale_log2 + slope_times_offset(head.slope_log2, first_query, view))
+                exponents = scores * scale_log2 + slope_times_offset(head.slope_log2, first_query, view)
             else:
-                probs = gl.exp2(scores * scale_log2)
+                exponents = scores * scale_log2
+            probs = gl.exp2(add_bias(exponents, bias, C))
         else:
             if args.scales.squash is not None:  # tanh
                 scores = 1.0 + 2.0 * squashed(scores, args.scales.squash, False)
             exponents = scores * scale_log2 - lse[None, :]
             if C.HAS_ALIBI:
                 exponents = take_off_distances(exponents, first_query, head.slope_log2, view, C)
-            probs = gl.exp2(exponents)
+            probs = gl.exp2(add_bias(exponents, bias, C))
         if MASKED:
             probs = hide_pairs(probs, first_query, bits, view, C)
         if C.HAS_DROPOUT:
@@ -240,6 +251,7 @@ def attend_blocks(begin, end, count, state, head, view, args, smem, draws, WG: g
         if C.S_AHEAD:  # the registers of P are free before those of the next S are taken
             dv = warpgroup_mma_wait(NC, deps=(dv_pending,))
             consumer_release(smem.dout.empty, count, C.DOUT_STAGES)
+            release_bias(smem.bias, count, C)
             consumer_wait(smem.q.full, count + 1, C.Q_STAGES)
             scores_pending = issue_s_or_dp(k, q_tiles, row_stats, count + 1, (count + 1) % C.Q_STAGES, SCORES, C)
             dk_pending = warpgroup_mma(gl.convert_layout(dscores, LEFT), q, dk, is_async=True)
@@ -248,6 +260,7 @@ def attend_blocks(begin, end, count, state, head, view, args, smem, draws, WG: g
             dk_pending = warpgroup_mma(gl.convert_layout(dscores, LEFT), q, dk, is_async=True)
             dv = warpgroup_mma_wait(NC + 1, deps=(dv_pending,))
             consumer_release(smem.dout.empty, count, C.DOUT_STAGES)
+            release_bias(smem.bias, count, C)
             dq = warpgroup_mma_wait(1, deps=(dq_pending,))
             if C.AUGMENTED_K:
                 if count == view.last_count:
@@ -405,7 +418,7 @@ def attend(args, smem, WG: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, lse, delta_ptr, dk_desc, dv_desc, dq_desc, accum,
+def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, lse, delta_or_bias, dk_desc, dv_desc, dq_desc, accum,
                            workspace_ptr, pointers, lengths, numbers, C: gl.constexpr):
     """Compute dk and dv, and the dQ accumulator, or with C.HEAD_PERSISTENT dq.
 
@@ -418,7 +431,8 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, lse, delta_ptr, dk
     zero at first; with C.HEAD_PERSISTENT to the accumulator; else with C.AUGMENTED_K to the counter of the dynamic tile
     scheduler, which is zero, and left so; else it is None.
 
-    lse: a pointer, or with C.AUGMENTED_K a descriptor of the extra columns, which hold delta too. pointers, lengths,
+    lse: a pointer, or with C.AUGMENTED_K a descriptor of the extra columns, which hold delta too. delta_or_bias: delta,
+    a pointer, or with C.BIAS_STAGES the bias, a descriptor; delta then is among the pointers. pointers, lengths,
     numbers: a BackwardPointers, a Lengths and a BackwardNumbers (arguments.py).
     """
     DTYPE: gl.constexpr = q_desc.dtype
@@ -439,6 +453,7 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, lse, delta_ptr, dk
         dq_stage = make_stages(accum, NC, C)
     elif not C.DQ_FROM_REGISTERS:
         dq_stage = gl.allocate_shared_memory(gl.float32, [NC, C.WIDTH // 8, 256], accum.layout)
+    bias_pipe = make_bias_pipe(delta_or_bias, C)
     SPARE: gl.constexpr = 1 if C.VARLEN else 0  # barriers of tiles in which rows are zeroed before they are full
     # On a full barrier of q arrive the TMA's bytes, and without C.AUGMENTED_K the copy of lse and delta.
     q_pipe = Pipe(q_tiles, make_barriers(C.Q_STAGES + SPARE, 1 if C.AUGMENTED_K else 2),
@@ -468,14 +483,19 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, lse, delta_ptr, dk
         number = gl.load(pointers.seed)
         seed = store_tile_metadata((number.to(gl.int32), (number >> 32).to(gl.int32)))
     scales, settings = numbers.scales, numbers.dropout
-    args = Args(Inputs(q_desc, k_desc, v_desc, dout_desc, lse, delta_ptr, settings.delta_scale),
+    delta_ptr = delta_or_bias
+    bias = ()
+    if C.BIAS_STAGES > 0:
+        delta_ptr = pointers.delta
+        bias = Bias(delta_or_bias, numbers.bias.own_batch, numbers.bias.own_head, numbers.bias.first_key)
+    args = Args(Inputs(q_desc, k_desc, v_desc, dout_desc, lse, delta_ptr, settings.delta_scale, bias),
                 Outputs(dk_desc, dv_desc, pointers.dk, pointers.dv),
                 DQTarget(accum, workspace_ptr, workspace_ptr, dq_desc, scales.gradient), grid, numbers.bounds,
                 numbers.group, scales,
                 dropout.Dropout(seed, settings.threshold, settings.dv_scale, settings.origin_q, settings.origin_k),
                 numbers.num_sequences, tile, workspace_ptr, plan,
                 Alibi(pointers.slopes, numbers.slopes_b, numbers.slopes_h, numbers.diagonal))
-    smem = Smem(kv, q_pipe, dout_pipe, row_stats, dscores, dq_stage, queue, metadata)
+    smem = Smem(kv, q_pipe, dout_pipe, row_stats, dscores, dq_stage, queue, metadata, bias_pipe)
     ZERO: gl.constexpr = 0
     ONE: gl.constexpr = 1
     if C.DETERMINISTIC:

@@ -31,6 +31,14 @@ from tilewise.kernels.hopper.backward.augmented_k import (
     make_selectors,
     slope_times_offset,
 )
+from tilewise.kernels.hopper.backward.bias import (
+    add_bias,
+    await_bias,
+    load_bias,
+    make_bias_pipe,
+    read_bias,
+    release_bias,
+)
 from tilewise.kernels.hopper.backward.d64_types import KVPipe, Smem, State, TileView
 from tilewise.kernels.hopper.backward.d128 import SCORE_LAYOUT, hide_pairs, write_gradient
 from tilewise.kernels.hopper.backward.dq_accum import (
@@ -53,7 +61,7 @@ from tilewise.kernels.hopper.backward.dq_accum import (
 from tilewise.kernels.hopper.backward.kv_tile_assignment import tile_of_cta, tiles_of_cta
 from tilewise.kernels.hopper.backward.mmas import DPROBS, SCORES, issue_dq, issue_s_or_dp
 from tilewise.kernels.hopper.backward.producers import load_dout, load_queries
-from tilewise.kernels.hopper.backward.types import Alibi, Args, Inputs, Outputs, Pipe
+from tilewise.kernels.hopper.backward.types import Alibi, Args, Bias, Inputs, Outputs, Pipe
 from tilewise.kernels.hopper.compat import tma_load, tma_store_wait
 from tilewise.kernels.hopper.mask_plan import (
     MaskPlan,
@@ -128,6 +136,7 @@ def overlap_blocks(state, count, step, slope_log2, view, args, smem, ENDS: gl.co
             words = bits_of_step(step, view, QUERIES, C)
         consumer_wait(smem.q.full, count, C.Q_STAGES)
         consumer_wait(smem.dout.full, count, C.DOUT_STAGES)
+        await_bias(smem.bias, count, C)
     if ENDS:
         dscores = (probs * dprobs).to(DTYPE)
         smem.dscores.tiles.index((last & 1) * C.CONSUMERS + WG).store(dscores)
@@ -147,11 +156,13 @@ def overlap_blocks(state, count, step, slope_log2, view, args, smem, ENDS: gl.co
         v = kv.v_tiles.index(kv_index).reshape([64, C.WIDTH])
         dprobs_pending = issue_s_or_dp(v, dout_tiles, smem.row_stats, count, count % C.DOUT_STAGES, DPROBS, C)
         # Of the MMAs behind S two are dP's: it begins with that of the extra columns.
+        bias = read_bias(smem.bias, count, WG, C)
         scores = warpgroup_mma_wait(3 if ENDS else 2, deps=(scores_pending,))
         if C.HAS_ALIBI:
-            probs = gl.exp2(scores * args.scales.scale_log2 + offset_log2)
+            exponents = scores * args.scales.scale_log2 + offset_log2
         else:
-            probs = gl.exp2(scores * args.scales.scale_log2)
+            exponents = scores * args.scales.scale_log2
+        probs = gl.exp2(add_bias(exponents, bias, C))
         if MASKED:
             probs = hide_pairs(probs, q_block_start(step, view.blocks, C), words, view, C)
         left_probs = gl.convert_layout(probs.to(DTYPE), LEFT)
@@ -165,6 +176,8 @@ def overlap_blocks(state, count, step, slope_log2, view, args, smem, ENDS: gl.co
     if ENDS:
         consumer_release(smem.dout.empty, last, C.DOUT_STAGES)
         consumer_release(smem.q.empty, last, C.Q_STAGES)
+    if BEGINS:
+        release_bias(smem.bias, count, C)
     return State(probs, left_probs, dprobs, dk, dv)
 
 
@@ -198,6 +211,7 @@ def load_tile(args, smem, tile_count, tile, count, C: gl.constexpr):
             place = (tile.batch, tile.head * args.group + member, q_block_start(step, blocks, C), 0)
             load_queries(inputs, smem, count, place, 0, (), False, C)
             load_dout(inputs, smem, count, place, False, C)
+            load_bias(inputs.bias, smem.bias, count, place, tile.first, C)
             count += 1
     return count
 
@@ -407,13 +421,13 @@ def accumulate_shared(args, parts, WG: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def hopper_backward_d64_kernel(q_desc, k_desc, v_desc, dout_desc, columns_desc, dk_desc, dv_desc, dq_desc, accum,
-                               workspace_ptr, pointers, numbers, C: gl.constexpr):
+def hopper_backward_d64_kernel(q_desc, k_desc, v_desc, dout_desc, columns_desc, bias_desc, dk_desc, dv_desc, dq_desc,
+                               accum, workspace_ptr, pointers, numbers, C: gl.constexpr):
     """Compute dk and dv, and the dQ accumulator, or with C.HEAD_PERSISTENT dq.
 
     Grid: (tiles · heads of k · batches,), with C.HEAD_PERSISTENT any multiple of C.CTAS_PER_HEAD up to as many times
     heads of k · batches, with C.DYNAMIC_TILES any number up to its own. columns_desc: the extra columns of queries.
-    pointers, numbers: a BackwardPointers and a BackwardNumbers.
+    bias_desc: None without a bias. pointers, numbers: a BackwardPointers and a BackwardNumbers.
 
     accum: (·, 256), a descriptor. The accumulator must be zero at first, but with C.DETERMINISTIC. Where a CTA has a
     head to itself it has room for a group's blocks for each CTA. dq_desc: with C.HEAD_PERSISTENT, else None.
@@ -447,6 +461,7 @@ def hopper_backward_d64_kernel(q_desc, k_desc, v_desc, dout_desc, columns_desc, 
             dq_stage = DQStage(gl.allocate_shared_memory(gl.float32, [C.WIDTH // 4, 256], accum.layout), dq_rows)
     else:
         dq_stage = gl.allocate_shared_memory(gl.float32, [1, C.WIDTH // 4, 256], accum.layout)
+    bias_pipe = make_bias_pipe(bias_desc, C)
     queue = ()
     if C.DYNAMIC_TILES:
         tile_values = gl.allocate_shared_memory(gl.int32, [2 * kv_tile_size(C), 1], CONTIGUOUS)
@@ -456,13 +471,16 @@ def hopper_backward_d64_kernel(q_desc, k_desc, v_desc, dout_desc, columns_desc, 
     tile = ()
     if IN_ORDER:
         tile = kv_tile_at(gl.program_id(0), grid, C)
-    args = Args(Inputs(q_desc, k_desc, v_desc, dout_desc, columns_desc, None, None),
+    bias = ()
+    if C.BIAS_STAGES > 0:
+        bias = Bias(bias_desc, numbers.bias.own_batch, numbers.bias.own_head, numbers.bias.first_key)
+    args = Args(Inputs(q_desc, k_desc, v_desc, dout_desc, columns_desc, None, None, bias),
                 Outputs(dk_desc, dv_desc, None, None),
                 DQTarget(accum, workspace_ptr, workspace_ptr, dq_desc, scales.gradient), grid, numbers.bounds,
                 numbers.group, scales, None, None, tile, workspace_ptr,
                 MaskPlan(pointers.lists, pointers.bits, numbers.plan),
                 Alibi(pointers.slopes, numbers.slopes_b, numbers.slopes_h, numbers.diagonal))
-    smem = Smem(kv_pipe, q_pipe, dout_pipe, row_stats, dscores_pipe, dq_stage, queue)
+    smem = Smem(kv_pipe, q_pipe, dout_pipe, row_stats, dscores_pipe, dq_stage, queue, bias_pipe)
     if IN_ORDER:
         gl.warp_specialize([
             (attend, (args, smem, ZERO, C)), (attend, (args, smem, ONE, C)), (make_dq, (args, smem, C)),

@@ -9,8 +9,8 @@ class Config(NamedTuple):
     CTAS_PER_HEAD: CTAs that share a head with HEAD_PERSISTENT, which comes with DETERMINISTIC. KV_STAGES: tiles of keys
     in flight. DYNAMIC_TILES: the CTAs are persistent, and the dynamic scheduler gives them their tiles; just where dQ
     has no order, without DETERMINISTIC. MASK_PLAN: as in the forward kernel; with DYNAMIC_TILES. HAS_ALIBI: there
-    is ALiBi, and no key that is seen is ahead of its query. The last ones are what d128.py's functions read, always the
-    same. The rest: types.Config.
+    is ALiBi, and no key that is seen is ahead of its query. BIAS_STAGES: tiles of the bias in flight, 0 without a bias.
+    The last ones are what d128.py's functions read, always the same. The rest: types.Config.
     """
 
     WIDTH: int
@@ -25,6 +25,7 @@ class Config(NamedTuple):
     HAS_UPPER: bool
     MASK_PLAN: bool = False
     HAS_ALIBI: bool = False
+    BIAS_STAGES: int = 0
     CONSUMERS: int = 2
     AUGMENTED_K: bool = True
     DQ_FROM_REGISTERS: bool = False
@@ -45,7 +46,8 @@ class Smem(NamedTuple):
     """The CTA's shared memory.
 
     dscores: a Pipe of two stages of both consumers' dS. dq_stage: what dQ is staged in: where it is only added, tiles
-    or with C.DETERMINISTIC a Pipe; where CTAs own heads, a DQStage. queue: with C.DYNAMIC_TILES.
+    or with C.DETERMINISTIC a Pipe; where CTAs own heads, a DQStage. queue: with C.DYNAMIC_TILES. bias: a Pipe of tiles of
+    the bias (bias.py), or ().
     """
 
     kv: Any
@@ -55,6 +57,7 @@ class Smem(NamedTuple):
     dscores: Any
     dq_stage: Any
     queue: Any
+    bias: Any = ()
 
 
 class State(NamedTuple):

@@ -12,6 +12,7 @@ from tilewise.kernels.enqueue import Enqueue
 from tilewise.kernels.hopper.arguments import (
     BackwardNumbers,
     BackwardPointers,
+    BiasPlace,
     Lengths,
     MaskBounds,
     PlanNumbers,
@@ -32,8 +33,8 @@ from tilewise.kernels.hopper.launch import (
 from tilewise.masks import Span
 from tilewise.problem import AttentionProblem, Sizes, dense_strides, legal_strides, padded_dim
 
-# cu_seqlens_q, cu_seqlens_k, seqlens_q, seqlens_k, dropout's seed, a plan's lists and bits, ALiBi's slopes
-_NO_DATA = (None,) * 8
+# cu_seqlens_q, cu_seqlens_k, seqlens_q, seqlens_k, dropout's seed, a plan's lists and bits, ALiBi's slopes, the bias
+_NO_DATA = (None,) * 9
 
 # As in backends/_support/memory.py, which kernels do not know.
 Allocate = Callable[[Sizes, Sizes, torch.dtype], torch.Tensor]  # of sizes, strides and dtype, its memory anything
@@ -42,8 +43,9 @@ Allocate = Callable[[Sizes, Sizes, torch.dtype], torch.Tensor]  # of sizes, stri
 class HopperBackward:
     """The backward kernels bound to a problem; call it with (q, k, v, dout, lse, delta, dq, dk, dv).
 
-    Where lengths are data, there is dropout or ALiBi, or the mask needs a plan, cu_seqlens_q, cu_seqlens_k, seqlens_q,
-    seqlens_k, the seed, the plan's lists and bits, and the slopes follow, each a tensor or None. ``plan``: its strides.
+    Where lengths are data, there is dropout, ALiBi or a bias, or the mask needs a plan, cu_seqlens_q, cu_seqlens_k,
+    seqlens_q, seqlens_k, the seed, the plan's lists and bits, the slopes and the bias follow, each a tensor or None; a
+    bias begins at a multiple of 16 bytes, and has strides as :meth:`.GluonBackend.why_not` says. ``plan``: its strides.
     ``dq_strides``: those of dq. ``num_sms``: of the device; one CTA runs on each SM at a time. ``incoming``: the
     strides of out and dout, the last 1, where delta has no gradient of lse and no other kernel needs it; out then comes
     in its place if ``takes_out`` says so. ``allocate``: allocates memory on the device. lse and delta are contiguous,
@@ -84,8 +86,10 @@ class HopperBackward:
                             MaskBounds(sq, len(self.keys), lower, upper), problem.group,
                             Scales(_gradient_scale(problem), *scaling_of(problem)), count,
                             dropout_of(problem, problem.seeing_queries.start),
-                            None if plan is None else PlanNumbers(*plan), *_alibi_of(problem)),
+                            None if plan is None else PlanNumbers(*plan), *_alibi_of(problem),
+                            _place_of_bias(problem)),
             constants)
+        self.has_bias = problem.scores.bias is not None
         self.forms = self._forms(problem, chunks)
         self.places = operator.itemgetter(*[i if form else len(self.forms) for i, forms in enumerate(self.forms)
                                             for form in forms or [True]])
@@ -141,21 +145,28 @@ class HopperBackward:
         of_lse = [_form([1, 1, 64, int(EXTRA_COLUMNS)], gl.bfloat16)] if self.config.augmented_k else []
         if self.has_two_chunks:
             return [*forms[:4], of_lse, [], *forms[4:]]
+        bias = problem.scores.bias
+        of_delta: list[Any] = [None] if self.narrow else []  # the kernel of narrow heads reads none
+        if bias is not None:
+            of_delta = [_form([1, 1, 64, 64], gluon_dtype(bias.dtype))]
         of_dq = [None]
         if self.config.head_persistent:
             # By way of an own tile in dq's dtype, or of the float32 one in which a warpgroup's half of dQ is staged.
             of_dq = [gradient_form(problem, chunks[0][0]) if self.narrow else _form(
                 [1, 1, 64, chunks[0][0] // 2], gluon_dtype(problem.out_dtype))]
-        return [*forms[:4], of_lse, *([] if self.narrow else [[]]), *forms[4:], of_dq]
+        return [*forms[:4], of_lse, of_delta, *forms[4:], of_dq]
 
-    def taken(self, tensors: tuple[torch.Tensor, ...], lse: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def taken(self, tensors: tuple[torch.Tensor, ...], lse: torch.Tensor,
+              bias: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         """Return what the kernel takes of (q, k, v, dout, lse, delta, dq, dk, dv), with lse or the extra columns given.
 
-        Beside extra columns it reads no delta, and gets lse in its place, which has the same type.
+        Beside extra columns it reads no delta, and gets lse in its place, which has the same type. A bias, of the
+        queries that are read, stands there too.
         """
         q, k, v, dout, own_lse, delta, dq, dk, dv = tensors
-        of_queries = (lse,) if self.narrow else (lse, own_lse if self.config.augmented_k else delta)
-        return (q, k, v, dout, *of_queries, dk, dv, *(() if self.has_two_chunks else (dq,)))
+        in_place = own_lse if self.config.augmented_k else delta
+        return (q, k, v, dout, lse, in_place if bias is None else bias, dk, dv,
+                *(() if self.has_two_chunks else (dq,)))
 
     def __call__(self, *tensors: Any) -> None:
         """Enqueue the kernels on the current stream of the current device."""
@@ -164,15 +175,17 @@ class HopperBackward:
         data = tensors[9:] or _NO_DATA
         plain = data is _NO_DATA  # then alignments belong to the problem: of rows of lse and delta, that of the first
         accum, lse = self._begin(*read[3:6], data[7])
-        mine = self.taken(read, lse)
+        bias = None if data[8] is None else self._bias_read(data[8])
+        more = read[5] if self.has_bias and not self.config.augmented_k else None
+        mine = self.taken(read, lse, bias)
         accum_at = accum.data_ptr()
         counter = counter_of(accum.device) if self.config.dynamic_tiles else None
         workspace = _address_of(counter) if self.workspace is None else accum_at + self.workspace[0] * 1024
         self.enqueue((*self.places((*[tensor.data_ptr() for tensor in mine], None)), accum_at,
                       *(() if self.has_two_chunks else (workspace,)),
-                      *(() if plain else [tensor.data_ptr() for tensor in self._optional(dk, dv, data)
+                      *(() if plain else [tensor.data_ptr() for tensor in self._optional(dk, dv, data, more)
                                           if tensor is not None])),
-                     lambda: self.arguments(mine, accum, data, counter), alike=plain)
+                     lambda: self.arguments(mine, accum, data, counter, more), alike=plain)
         if not self.config.head_persistent:
             self.enqueue_dq((accum_at, dq.data_ptr(), _address_of(data[0])),
                             lambda: (accum, StridedRows(dq, *self.dq_strides), data[0]), alike=plain)
@@ -207,13 +220,20 @@ class HopperBackward:
         of_out, of_dout = self.incoming
         return StridedRows(delta, *of_out), StridedRows(dout, *of_dout), lse, None
 
+    def _bias_read(self, bias: torch.Tensor) -> torch.Tensor:
+        """Return the rows of queries that are read, once of batch entries or heads that share them."""
+        place = self.scalars[0].bias
+        own = [slice(None) if own else slice(1) for own in (place.own_batch, place.own_head)]
+        return bias[own[0], own[1], self.queries.start:self.queries.stop]
+
     def arguments(self, tensors: tuple[torch.Tensor, ...], accum: torch.Tensor,
-                  data: tuple[torch.Tensor | None, ...] = _NO_DATA,
-                  counter: torch.Tensor | None = None) -> tuple[Any, ...]:
+                  data: tuple[torch.Tensor | None, ...] = _NO_DATA, counter: torch.Tensor | None = None,
+                  delta: torch.Tensor | None = None) -> tuple[Any, ...]:
         """Return the tensors in order, all but lse and delta as descriptors, the accumulator and the workspace.
 
         Extra columns and the accumulator have descriptors too, the latter but where dQ is added from registers. Heads
-        of two chunks have no workspace. What only some calls have follows, as far as the kernel takes it.
+        of two chunks have no workspace. What only some calls have follows, as far as the kernel takes it; ``delta``: where
+        a bias stands in its place.
         """
         described = self._in_forms(tensors, lambda tensor, form: tensor if form is None else self.describe(
             tensor, list(tensor.shape), legal_strides(tensor), *form))
@@ -226,8 +246,9 @@ class HopperBackward:
             return (*described, target)
         if self.takes_no_lengths:
             return (*described, target, workspace, BackwardPointers(None, None, None, *data[5:8]))
-        dk, dv, seed, lists, bits, slopes, *lengths = self._optional(tensors[6], tensors[7], data)
-        return (*described, target, workspace, BackwardPointers(dk, dv, seed, lists, bits, slopes), Lengths(*lengths))
+        dk, dv, seed, lists, bits, slopes, delta, *lengths = self._optional(tensors[6], tensors[7], data, delta)
+        return (*described, target, workspace, BackwardPointers(dk, dv, seed, lists, bits, slopes, delta),
+                Lengths(*lengths))
 
     def _in_forms(self, tensors: tuple[torch.Tensor, ...], make: Callable[[torch.Tensor, Any], Any]) -> list[Any]:
         """Make an argument of each tensor in each of its forms; lse and delta may have none, and a form may be None."""
@@ -236,10 +257,13 @@ class HopperBackward:
             made += [form and make(tensor, form) for form in forms] if forms else [make(tensor, None)]
         return made
 
-    def _optional(self, dk: torch.Tensor, dv: torch.Tensor,
-                  data: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
-        """Return what only some calls have: dk and dv of packed sequences, seed, plan, slopes, lengths; else None."""
-        rest = (*data[4:], *data[:4])
+    def _optional(self, dk: torch.Tensor, dv: torch.Tensor, data: tuple[torch.Tensor | None, ...],
+                  delta: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Return what only some calls have: dk, dv of packed sequences, seed, plan, slopes, delta, lengths; else None.
+
+        delta: where a bias stands in its place.
+        """
+        rest = (*data[4:8], delta, *data[:4])
         return (dk, dv, *rest) if self.packed else (None, None, *rest)
 
     def _read(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -318,7 +342,7 @@ def _d64_kernel_config(problem: AttentionProblem, config: HopperBackwardConfig) 
         DETERMINISTIC=config.deterministic, HEAD_PERSISTENT=config.head_persistent,
         CTAS_PER_HEAD=config.ctas_per_head, KV_STAGES=config.kv_stages, DYNAMIC_TILES=config.dynamic_tiles,
         HAS_LOWER=lower is not None, HAS_UPPER=upper is not None, MASK_PLAN=not problem.is_banded,
-        HAS_ALIBI=problem.scores.alibi_slopes is not None)
+        HAS_ALIBI=problem.scores.alibi_slopes is not None, BIAS_STAGES=config.bias_stages(problem))
 
 
 def _kernel_config(problem: AttentionProblem, config: HopperBackwardConfig) -> Any:
@@ -333,7 +357,8 @@ def _kernel_config(problem: AttentionProblem, config: HopperBackwardConfig) -> A
         HAS_LOWER=lower is not None, HAS_UPPER=upper is not None, VARLEN=count is not None,
         HAS_CU_SEQLENS=problem.sequences.packed is not None, BOTTOM_RIGHT=is_shifted,
         HAS_DROPOUT=problem.scores.dropout_p > 0.0, MASK_PLAN=not problem.is_banded,
-        HAS_ALIBI=problem.scores.alibi_slopes is not None, SEES_AHEAD=problem.sees_ahead)
+        HAS_ALIBI=problem.scores.alibi_slopes is not None, SEES_AHEAD=problem.sees_ahead,
+        BIAS_STAGES=config.bias_stages(problem))
 
 
 def _alibi_of(problem: AttentionProblem) -> tuple[int | None, int | None, int | None]:
@@ -344,6 +369,16 @@ def _alibi_of(problem: AttentionProblem) -> tuple[int | None, int | None, int | 
     diagonal = diagonal_of(problem)
     stride_b, stride_h = slopes.expanded(problem.pairs[:2])
     return stride_b, stride_h, None if diagonal is None else diagonal + problem.seeing_queries.start
+
+
+def _place_of_bias(problem: AttentionProblem) -> BiasPlace | None:
+    """Return which part of the bias a call reads; an expanded dim is a shared one."""
+    bias = problem.scores.bias
+    if bias is None:
+        return None
+    own_batch, own_head = (int(size > 1 and stride != 0)
+                           for size, stride in zip(bias.shape[:2], bias.strides[:2], strict=True))
+    return BiasPlace(own_batch, own_head, problem.seen_keys.start)
 
 
 def _gradient_scale(problem: AttentionProblem) -> float:

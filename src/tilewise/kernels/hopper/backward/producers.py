@@ -10,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from tilewise.kernels.hopper.backward.bias import load_bias
 from tilewise.kernels.hopper.compat import tma_load
 from tilewise.kernels.hopper.mask_plan import kv_tile_in_list, q_blocks_of_tile
 from tilewise.kernels.hopper.mask_ranges import (
@@ -186,6 +187,7 @@ def load_tile(args, smem, tile, count, tile_count, C: gl.constexpr):
                 clears = (query < rows.q_begin) | (query + QUERIES > rows.q_end)
             load_queries(inputs, smem, count, place, lse_row, rows, clears, C)
             load_dout(inputs, smem, count, place, clears, C)
+            load_bias(inputs.bias, smem.bias, count, place, tile.first, C)
             if C.AUGMENTED_K:
                 if count == begun:
                     load_next_kv(inputs, smem.kv, tile, rows.row_k, tile_count, C)

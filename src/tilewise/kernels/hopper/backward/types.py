@@ -21,6 +21,7 @@ class Config(NamedTuple):
     VARLEN, HAS_CU_SEQLENS, BOTTOM_RIGHT, HAS_ALIBI, SEES_AHEAD: as in the forward kernel.
     HAS_DROPOUT: whether there is dropout.
     MASK_PLAN: as in the forward kernel; not with DETERMINISTIC or HEAD_PERSISTENT.
+    BIAS_STAGES: tiles of the bias in flight, 0 without a bias; not with VARLEN.
     """
 
     WIDTH: int
@@ -41,13 +42,14 @@ class Config(NamedTuple):
     MASK_PLAN: bool = False
     HAS_ALIBI: bool = False
     SEES_AHEAD: bool = False
+    BIAS_STAGES: int = 0
 
 
 class Inputs(NamedTuple):
     """What the producer warp loads: q, k, v and dout as TMA descriptors, lse and delta as pointers.
 
     With C.AUGMENTED_K, lse: the descriptor of the extra columns, which hold delta too. delta_scale: with dropout what
-    delta is multiplied by, else None.
+    delta is multiplied by, else None. bias: a Bias, or () without one.
     """
 
     q: Any
@@ -57,6 +59,16 @@ class Inputs(NamedTuple):
     lse: Any
     delta: Any
     delta_scale: Any
+    bias: Any = ()
+
+
+class Bias(NamedTuple):
+    """A bias (b or 1, hq or 1, queries that see a key, keys), a TMA descriptor; the rest: as in a BiasPlace."""
+
+    desc: Any
+    own_batch: Any
+    own_head: Any
+    first_key: Any
 
 
 class Outputs(NamedTuple):
@@ -122,7 +134,7 @@ class Smem(NamedTuple):
 
     row_stats: lse and delta of each Q stage's queries, alternating, or an AugmentedK. dscores: two stages of each
     consumer's dS. dq_stage: what dQ is staged in, with C.DETERMINISTIC a Pipe. queue: with C.AUGMENTED_K. metadata: of
-    the tile of keys, with C.VARLEN (varlen.py).
+    the tile of keys, with C.VARLEN (varlen.py). bias: a Pipe of tiles of the bias (bias.py), or ().
     """
 
     kv: Any
@@ -133,6 +145,7 @@ class Smem(NamedTuple):
     dq_stage: Any
     queue: Any
     metadata: Any
+    bias: Any = ()
 
 
 class State(NamedTuple):

@@ -1,0 +1,101 @@
+"""An additive bias in the Hopper backward: TMA loads it block by block, and a score takes one more fused multiply-add.
+
+A stage of the ring holds the bias of 64 queries and of each consumer's 64 keys, with queries as rows, as it lies in
+memory. Scores are transposed, and a thread has two neighbouring queries of one key side by side. Of a 16-bit bias
+ldmatrix hands out just that (``.trans``, by Triton's own load of the transposed tile): four instructions a block, and
+16 registers until the scores are there. A float32 bias, for which there is no such instruction, is read number by
+number.
+
+ldmatrix is one operation of a whole warp, so the warp must have left the loop of the wait as one. The count that says
+which mbarrier a consumer waits for is the same in all threads, but the compiler cannot know it where the tile's
+iterations come through shared memory: it would have each thread ask with an address of its own. ``warp_uniform`` takes
+the count of the first lane. And the wait comes before the block's MMAs are issued, ldmatrix behind them.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from tilewise.kernels.hopper.backward.types import Pipe
+from tilewise.kernels.hopper.compat import tma_load
+from tilewise.kernels.hopper.mask_ranges import QUERIES
+from tilewise.kernels.hopper.pipeline import (
+    consumer_release,
+    consumer_wait,
+    make_barriers,
+    producer_acquire,
+    warp_uniform,
+)
+from tilewise.kernels.hopper.softmax import LOG2E
+
+
+@gluon.jit
+def make_bias_pipe(bias_desc, C: gl.constexpr):
+    """Allocate the ring of C.BIAS_STAGES stages, a tile for each consumer in each; () without a bias."""
+    if C.BIAS_STAGES > 0:
+        NC: gl.constexpr = C.CONSUMERS
+        tiles = gl.allocate_shared_memory(bias_desc.dtype, [C.BIAS_STAGES * NC, 1, 1, QUERIES, 64], bias_desc.layout)
+        return Pipe(tiles, make_barriers(C.BIAS_STAGES, 1), make_barriers(C.BIAS_STAGES, NC))
+    else:
+        return ()
+
+
+@gluon.jit
+def load_bias(bias, pipe, count, place, first_key, C: gl.constexpr):
+    """Producer: load the bias of one iteration's queries and of the tile's keys, which begin at ``first_key``.
+
+    bias: a types.Bias. place: batch, head and first query, as of ``load_queries``. TMA fills in zeros behind the last
+    query and the last key.
+    """
+    if C.BIAS_STAGES > 0:
+        NC: gl.constexpr = C.CONSUMERS
+        batch, head, first, _row = place
+        producer_acquire(pipe.empty, count, C.BIAS_STAGES)
+        stage = count % C.BIAS_STAGES
+        mbarrier.expect(pipe.full.index(stage), NC * bias.desc.block_type.nbytes)
+        for i in gl.static_range(NC):
+            at = [batch * bias.own_batch, head * bias.own_head, first, bias.first_key + first_key + i * 64]
+            tma_load(bias.desc, at, pipe.full.index(stage), pipe.tiles.index(stage * NC + i))
+
+
+@gluon.jit
+def await_bias(pipe, count, C: gl.constexpr):
+    """Consumer: wait for the bias of iteration ``count``, before any MMA of its block is issued."""
+    if C.BIAS_STAGES > 0:
+        consumer_wait(pipe.full, warp_uniform(count), C.BIAS_STAGES)
+
+
+@gluon.jit
+def read_bias(pipe, count, WG: gl.constexpr, C: gl.constexpr):
+    """Consumer: read the bias of its own 64 keys, by 64 queries, in the layout of transposed scores; () without one."""
+    if C.BIAS_STAGES > 0:
+        LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
+        tile = pipe.tiles.index(count % C.BIAS_STAGES * C.CONSUMERS + WG)
+        return tile.reshape([QUERIES, 64]).permute((1, 0)).load(LAYOUT)
+    else:
+        return ()
+
+
+@gluon.jit
+def add_bias(exponents, bias, C: gl.constexpr):
+    """Add a bias to exponents to base 2, one fused multiply-add each; without a bias return them as they are."""
+    if C.BIAS_STAGES > 0:
+        exponents = exponents + in_float32(bias) * LOG2E
+    return exponents
+
+
+@gluon.jit
+def in_float32(bias):
+    """Turn a bias to float32. Of bfloat16 two neighbours share a register, which Triton would take apart first."""
+    if bias.dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;", "=&r,=r,r", [bias],
+                                         dtype=gl.float32, is_pure=True, pack=2)
+    else:
+        return bias.to(gl.float32)
+
+
+@gluon.jit
+def release_bias(pipe, count, C: gl.constexpr):
+    """Consumer: release the stage of iteration ``count``, when the scores that its numbers were added to are used."""
+    if C.BIAS_STAGES > 0:
+        consumer_release(pipe.empty, count, C.BIAS_STAGES)

@@ -1,0 +1,113 @@
+"""A bias in the Hopper backward kernels of heads up to 128: their source on the CPU, beside float64."""
+
+import random
+
+import pytest
+import torch
+
+from emulation.backward_calls import (
+    MASKS,
+    NONE_AHEAD,
+    SLOPES,
+    alibi_of,
+    bias_of,
+    call_of,
+    compare,
+    expected,
+    taken_off_by,
+    with_bias,
+    with_slopes,
+    with_true_lse,
+)
+from tilewise.kernels.hopper.backward.config import (
+    D64Variant,
+    D128AugmentedKVariant,
+    D128Variant,
+    HopperD64Config,
+    HopperD128AugmentedKConfig,
+    HopperD128Config,
+)
+
+backward_on_cpu = pytest.importorskip("emulation.backward_on_cpu", reason="Triton is not installed")
+DYNAMIC, DETERMINISTIC, HEAD_PERSISTENT = (HopperD64Config(variant=variant) for variant in D64Variant)
+WIDE_DYNAMIC, WIDE_HEAD_PERSISTENT = (HopperD128AugmentedKConfig(variant=variant) for variant in D128AugmentedKVariant)
+S_AHEAD = HopperD128Config(s_ahead=True, variant=D128Variant.DQ_FROM_REGISTERS)
+IN_ORDER = HopperD128Config(s_ahead=True, variant=D128Variant.DETERMINISTIC)
+CONFIGS = {
+    "d64_dynamic": (DYNAMIC, 64), "d64_deterministic": (DETERMINISTIC, 64), "d64_head_persistent": (HEAD_PERSISTENT, 40),
+    "d128_dynamic": (WIDE_DYNAMIC, 128), "d128_head_persistent": (WIDE_HEAD_PERSISTENT, 80),
+    "s_ahead": (S_AHEAD, 64), "s_ahead_in_order": (IN_ORDER, 40), "staged": (HopperD128Config(), 128)}
+
+
+def hold(mask, config, d, entries=2, own_heads=True, dtype=torch.float16):
+    random.seed(0)
+    problem, tensors = call_of(*mask, (d, d))
+    bias = bias_of(problem, entries, problem.hq if own_heads else 1, dtype)
+    problem = with_bias(problem, bias)
+    assert config.fits(problem)
+    tensors = with_true_lse(problem, tensors, taken_off_by(problem, bias))
+    got = backward_on_cpu.differentiate(problem, tensors, config, 3, 3, added=bias)
+    compare(got, expected(problem, tensors, taken_off=taken_off_by(problem, bias)))
+
+
+@pytest.mark.parametrize(("config", "d"), CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_a_bias_of_each_head_is_added_to_the_scores(mask, config, d):
+    """NaN stands where no pair is, and the first keys and queries that are read are not always the first ones."""
+    hold(mask, config, d)
+
+
+@pytest.mark.parametrize(("entries", "own_heads"), [(1, True), (2, False), (1, False)], ids=["batch", "heads", "both"])
+@pytest.mark.parametrize(("config", "d"), [(DYNAMIC, 64), (WIDE_DYNAMIC, 128), (S_AHEAD, 64)], ids=str)
+def test_batch_entries_and_heads_may_share_a_bias(config, d, entries, own_heads):
+    hold(MASKS["causal"], config, d, entries, own_heads)
+
+
+@pytest.mark.parametrize(("config", "d"), [(DYNAMIC, 64), (DETERMINISTIC, 64), (S_AHEAD, 64), (
+    HopperD128Config(), 128)], ids=str)
+def test_a_bias_may_be_float32(config, d):
+    """Its tiles are twice as large: of some kernels one is in flight, which is filled anew while it is used no more."""
+    hold(MASKS["window"], config, d, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("together", [2, 4])
+def test_ctas_of_the_dynamic_scheduler_may_run_at_once(together):
+    random.seed(1)
+    problem, tensors = call_of(*MASKS["full"], (64, 64))
+    bias = bias_of(problem, 2, problem.hq)
+    problem = with_bias(problem, bias)
+    tensors = with_true_lse(problem, tensors, taken_off_by(problem, bias))
+    got = backward_on_cpu.differentiate(problem, tensors, DYNAMIC, 4, together, added=bias)
+    compare(got, expected(problem, tensors, taken_off=taken_off_by(problem, bias)))
+
+
+@pytest.mark.parametrize(("config", "d"), [(DYNAMIC, 64), (WIDE_DYNAMIC, 128), (S_AHEAD, 64)], ids=str)
+def test_a_bias_may_hide_keys_and_rows(config, d):
+    """-inf hides a key, or all keys of a query, whose lse is -inf."""
+    random.seed(0)
+    problem, tensors = call_of(*MASKS["full"], (d, d))
+    bias = bias_of(problem, 2, problem.hq)
+    bias[..., 100:170] = -torch.inf
+    bias[:, :, 7] = -torch.inf
+    problem = with_bias(problem, bias)
+    tensors = with_true_lse(problem, tensors, taken_off_by(problem, bias))
+    got = backward_on_cpu.differentiate(problem, tensors, config, 3, 3, added=bias)
+    q, k, v, dout, lse, delta = tensors
+    hidden = lse == -torch.inf
+    assert hidden[:, :, 7].all()
+    shown = (q, k, v, dout, lse.masked_fill(hidden, torch.inf), delta)
+    compare(got, expected(problem, shown, taken_off=taken_off_by(problem, bias)))
+
+
+@pytest.mark.parametrize(("config", "d"), [(DYNAMIC, 64), (WIDE_DYNAMIC, 128), (HopperD128Config(), 128)], ids=str)
+@pytest.mark.parametrize("mask", [NONE_AHEAD["causal"], NONE_AHEAD["window"]], ids=["causal", "window"])
+def test_a_bias_and_slopes_may_come_together(mask, config, d):
+    random.seed(0)
+    problem, tensors = call_of(*mask, (d, d))
+    bias = bias_of(problem, 2, problem.hq)
+    slopes = SLOPES["entries"]
+    taken_off = alibi_of(problem, slopes) + taken_off_by(problem, bias)
+    problem = with_bias(with_slopes(problem, slopes), bias)
+    tensors = with_true_lse(problem, tensors, taken_off)
+    got = backward_on_cpu.differentiate(problem, tensors, config, 3, 3, slopes=slopes, added=bias)
+    compare(got, expected(problem, tensors, taken_off=taken_off))
