@@ -121,8 +121,8 @@ def with_bias(problem, bias):
 def bias_of(problem, entries, heads, dtype=torch.float16):
     """A bias of so many batch entries and heads, whose rows begin at multiples of 16 bytes.
 
-    It is NaN where nobody may look: behind the last key of each row, and in the rows and columns of queries and keys that
-    do not take part.
+    It is NaN where nobody may look: behind the last key of each row, and in the rows and columns of queries and keys
+    that do not take part.
     """
     torch.manual_seed(1)
     queries, keys, wide = problem.seeing_queries, problem.seen_keys, -(-problem.sk // 8) * 8

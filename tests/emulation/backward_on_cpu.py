@@ -16,8 +16,8 @@ gluon_on_cpu, plan_on_cpu = (
  mmas, producers) = (
     pytest.importorskip(f"tilewise.kernels.hopper.{name}") for name in (
         "mask_plan", "mask_ranges", "pipeline", "softmax", "alibi", "varlen", "tile_scheduler", "backward.augmented_k",
-        "backward.bias", "backward.d64", "backward.d128", "backward.dq_accum", "backward.kv_tile_assignment", "backward.mmas",
-        "backward.producers"))
+        "backward.bias", "backward.d64", "backward.d128", "backward.dq_accum", "backward.kv_tile_assignment",
+        "backward.mmas", "backward.producers"))
 Descriptor, Pointer = gluon_on_cpu.Descriptor, gluon_on_cpu.Pointer
 MODULES = (d64, d128, producers, mmas, dq_accum, augmented_k, bias, varlen, pipeline, softmax, alibi, assignment, tiles,
            mask_plan, mask_ranges)
@@ -51,7 +51,8 @@ def differentiate(problem, tensors, config, num_sms, together, plan=None, border
     read = extra_columns_of(lse, delta, slopes) if config.augmented_k else lse
     assert not config.augmented_k or read.shape == launch.columns_shape
     is_narrow = config.kernel == "d64"
-    given = launch.taken((q, k, v, dout, lse, delta, dq, dk, dv), read, None if added is None else launch._bias_read(added))
+    given = launch.taken((q, k, v, dout, lse, delta, dq, dk, dv), read,
+                         None if added is None else launch._bias_read(added))
     described = launch._in_forms(given, lambda tensor, form: (
         Pointer(tensor.flatten()) if form is None else Descriptor(tensor, form[0])))
     of_delta = Pointer(delta.flatten()) if added is not None and not config.augmented_k else None

@@ -34,9 +34,10 @@ WIDE_DYNAMIC, WIDE_HEAD_PERSISTENT = (HopperD128AugmentedKConfig(variant=variant
 S_AHEAD = HopperD128Config(s_ahead=True, variant=D128Variant.DQ_FROM_REGISTERS)
 IN_ORDER = HopperD128Config(s_ahead=True, variant=D128Variant.DETERMINISTIC)
 CONFIGS = {
-    "d64_dynamic": (DYNAMIC, 64), "d64_deterministic": (DETERMINISTIC, 64), "d64_head_persistent": (HEAD_PERSISTENT, 40),
-    "d128_dynamic": (WIDE_DYNAMIC, 128), "d128_head_persistent": (WIDE_HEAD_PERSISTENT, 80),
-    "s_ahead": (S_AHEAD, 64), "s_ahead_in_order": (IN_ORDER, 40), "staged": (HopperD128Config(), 128)}
+    "d64_dynamic": (DYNAMIC, 64), "d64_deterministic": (DETERMINISTIC, 64),
+    "d64_head_persistent": (HEAD_PERSISTENT, 40), "d128_dynamic": (WIDE_DYNAMIC, 128),
+    "d128_head_persistent": (WIDE_HEAD_PERSISTENT, 80), "s_ahead": (S_AHEAD, 64),
+    "s_ahead_in_order": (IN_ORDER, 40), "staged": (HopperD128Config(), 128)}
 
 
 def hold(mask, config, d, entries=2, own_heads=True, dtype=torch.float16):

@@ -26,6 +26,7 @@ from tilewise.problem.options import FunctionSpec, Operands, OperandSpec, ScoreO
 from tilewise.problem.sequences import Sequences
 from tilewise.support.packages import package_version
 from tilewise.tuning.device import DeviceSpec
+from tilewise.tuning.select import hopper_backward_config
 
 TRITONS = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")  # that a GPU has run the kernels with
 SINKS = OperandSpec((4,), (1,), torch.float32)
@@ -139,13 +140,53 @@ def test_forward_takes_dropout_wherever_the_first_query_that_sees_a_key_is():
 
 @pytest.mark.parametrize("options", [
     {"bias": BIAS}, {"alibi_slopes": SLOPES}, {"max_logit": True},
-    {"bias": OperandSpec((1, 1, 1, 512), (512, 512, 512, 1), torch.float32), "alibi_slopes": SLOPES, "softcap": 30.0,
-     "sinks": SINKS, "dropout_p": 0.5}], ids=["bias", "alibi", "max_logit", "all"])
-def test_forward_takes_what_changes_scores_or_reports_one_and_backward_all_but_a_bias(options):
+    {"bias": BIAS, "alibi_slopes": SLOPES, "softcap": 30.0, "sinks": SINKS},
+    {"alibi_slopes": SLOPES, "softcap": 30.0, "sinks": SINKS, "dropout_p": 0.5}],
+    ids=["bias", "alibi", "max_logit", "all_but_dropout", "all_but_a_bias"])
+def test_both_passes_take_what_changes_scores_or_reports_one(options):
     problem = problem_of(mask=causal("top_left"), scores=ScoreOptions(**options))
     assert gluon.backend.why_not(problem) is None
-    assert gluon.backend.why_not(problem.backward(lse_grad=False)) == (None if "bias" not in options else (
-        f"takes ALiBi, softcap, sinks and dropout and nothing else that changes scores, got {problem.scores}"))
+    assert gluon.backend.why_not(problem.backward(lse_grad=False)) is None
+
+
+MOVES = "needs, in its backward pass, a bias with a last stride of 1 and others that are positive multiples of"
+
+
+def biased(bias=BIAS, d=64, **fields):
+    """A backward call with a bias."""
+    scores = ScoreOptions(bias=bias, **fields.pop("scores", {}))
+    return problem_of(dims=(d, d), scores=scores, **fields).backward(lse_grad=False)
+
+
+@pytest.mark.parametrize("problem", [
+    biased(), biased(d=128), biased(deterministic=True),
+    biased(OperandSpec((1, 1, 512, 512), (1, 1, 512, 1), torch.float32)),
+    biased(OperandSpec((2, 4, 512, 512), (0, 2**18, 512, 1), torch.bfloat16)),
+    biased(OperandSpec((2, 4, 512, 512), (2**18, 0, 520, 1), torch.bfloat16)), biased(scores={"softcap": 3.0}, d=128),
+    replace(biased(), scores=documents_of(bias=BIAS))], ids=str)
+def test_backward_takes_a_bias_that_the_copy_engine_can_move(problem):
+    assert gluon.backend.why_not(problem) is None
+    assert hopper_backward_config(problem, DeviceSpec.of_arch("sm_90")).fits(problem)
+
+
+@pytest.mark.parametrize(("problem", "reason"), [
+    (biased(d=192), "takes, in its backward pass, head dims up to 128 with a bias, got 192 and 192"),
+    (biased(scores={"dropout_p": 0.5}),
+     "takes, in its backward pass, a bias without dropout, got bias 1x4x512x512, dropout 0.5"),
+    (biased(d=128, deterministic=True),
+     "takes, in its backward pass, a bias at head dims up to 64 where deterministic=True, got 128 and 128"),
+    (biased(sequences=LENGTHS), f"takes, in its backward pass, a bias where lengths are no data, got {LENGTHS}"),
+    (biased(OperandSpec((1, 1, 1, 512), (512, 512, 512, 1), torch.float32)),
+     "takes, in its backward pass, a bias of 512 queries and 512 keys, got one of 1 and 512"),
+    (biased(OperandSpec((1, 4, 512, 512), (2**20, 2**18, 1, 512), torch.bfloat16)),
+     f"{MOVES} 8 elements, got one with (1048576, 262144, 1, 512)"),
+    (biased(OperandSpec((1, 4, 512, 512), (2**20, 2**18, 514, 1), torch.float32)),
+     f"{MOVES} 4 elements, got one with (1048576, 262144, 514, 1)"),
+    (biased(OperandSpec((1, 4, 512, 512), (2**20, 2**18, 0, 1), torch.float32)),
+     f"{MOVES} 4 elements, got one with (1048576, 262144, 0, 1)"),
+], ids=lambda value: "" if isinstance(value, str) else str(value))
+def test_each_refusal_of_a_bias_says_what_was_got(problem, reason):
+    assert gluon.backend.why_not(problem) == reason
 
 
 @pytest.mark.parametrize(("problem", "reason"), [
@@ -158,8 +199,6 @@ def test_forward_takes_what_changes_scores_or_reports_one_and_backward_all_but_a
     (problem_of(scores=ScoreOptions(score_function=FUNCTION, dropout_p=0.5)),
      "takes bias, ALiBi, softcap, sinks and dropout and nothing else that changes scores, got dropout 0.5, "
      "score function sees"),
-    (problem_of(scores=ScoreOptions(bias=BIAS, dropout_p=0.5)).backward(lse_grad=False),
-     "takes ALiBi, softcap, sinks and dropout and nothing else that changes scores, got bias 1x4x512x512, dropout 0.5"),
     (problem_of(dims=(64, 256), scores=ScoreOptions(alibi_slopes=SLOPES)).backward(lse_grad=False),
      "takes, in its backward pass, head dims up to 128 with ALiBi, got 64 and 256"),
     (problem_of(dims=(64, 256), scores=ScoreOptions(dropout_p=0.5)).backward(lse_grad=False),
@@ -432,7 +471,7 @@ def test_a_delta_launch_belongs_to_the_alignment_of_each_tensor(monkeypatch):
     """One flag stood for all of them: a kernel made for an aligned dlse beside an odd out was handed an odd dlse."""
     keys = []
 
-    def plan(problem, incoming, alignment, moments):
+    def plan(problem, incoming, alignment, moments, dbias):
         keys.append(alignment)
         raise KeyError
 

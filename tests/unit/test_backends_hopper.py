@@ -17,6 +17,7 @@ from tilewise.support.caches import clear_caches
 from tilewise.tuning.device import DeviceSpec
 
 triton = pytest.importorskip("tilewise.backends.triton", reason="Triton is not installed")
+bias_gradients = pytest.importorskip("tilewise.backends._support.bias_gradients")
 HopperDbias = pytest.importorskip("tilewise.kernels.hopper.backward.launch_dbias").HopperDbias
 Launch = pytest.importorskip("tilewise.kernels.triton.launch").Launch
 BiasGradientSums = pytest.importorskip("tilewise.kernels.triton.bias_gradient").BiasGradientSums
@@ -28,7 +29,7 @@ SEEN = OperandSpec((B, H), (H, 1), torch.float32)
 @pytest.fixture(autouse=True)
 def a_hopper_gpu(monkeypatch):
     """Answer for the device and for Triton, whatever this machine has."""
-    for module in (hopper, triton):
+    for module in (hopper, triton, bias_gradients):
         monkeypatch.setattr(module, "device_spec", lambda device: DeviceSpec.of_arch("sm_90"))
     monkeypatch.setattr(hopper, "triton_version", lambda: (3, 6))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))

@@ -9,6 +9,7 @@ import torch
 from tilewise.errors import InvalidInput
 from tilewise.kernels.hopper.backward.config import (
     BACKWARD_CONFIGS,
+    SHARED_MEMORY,
     BackwardKernel,
     D64Variant,
     D128AugmentedKVariant,
@@ -21,8 +22,9 @@ from tilewise.kernels.hopper.backward.config import (
 )
 from tilewise.masks import Mask
 from tilewise.problem import AttentionProblem
-from tilewise.problem.options import OperandSpec
+from tilewise.problem.options import OperandSpec, ScoreOptions
 from tilewise.problem.sequences import Sequences
+from tilewise.tuning.device import DeviceSpec
 
 ALL_VARIANTS = [*(HopperD64Config(variant=variant) for variant in D64Variant),
                 *(HopperD128AugmentedKConfig(variant=variant) for variant in D128AugmentedKVariant),
@@ -104,6 +106,49 @@ def test_head_dims_of_another_kernel_are_refused(config, d, dv, allowed):
     for ask in (config.columns, config.shared_bytes):
         with pytest.raises(InvalidInput, match=f"^kernel={config.kernel} for .*; allowed are {re.escape(allowed)}"):
             ask(problem_of(d, dv))
+
+
+def bias_of(dtype=torch.bfloat16):
+    return ScoreOptions(bias=OperandSpec((1, 2, 512, 512), (2**19, 2**18, 512, 1), dtype))
+
+
+@pytest.mark.parametrize(("config", "d", "dtype", "stages"), [
+    (HopperD64Config(), 64, torch.bfloat16, 2), (HopperD64Config(), 64, torch.float32, 1),
+    (HopperD64Config(variant=D64Variant.DETERMINISTIC), 64, torch.bfloat16, 2),
+    (HopperD64Config(variant=D64Variant.DETERMINISTIC), 64, torch.float32, 1),
+    (HopperD64Config(variant=D64Variant.HEAD_PERSISTENT), 64, torch.bfloat16, 1),
+    (HopperD64Config(variant=D64Variant.HEAD_PERSISTENT), 64, torch.float32, None),
+    (HopperD64Config(variant=D64Variant.HEAD_PERSISTENT, ctas_per_head=2), 64, torch.bfloat16, None),
+    *((HopperD128AugmentedKConfig(variant=variant), 128, torch.bfloat16, 1) for variant in D128AugmentedKVariant),
+    (HopperD128AugmentedKConfig(), 128, torch.float32, None), (HopperD128Config(), 128, torch.bfloat16, 2),
+    (HopperD128Config(), 128, torch.float32, 1), (HopperD128Config(), 64, torch.float32, 2),
+    (HopperD128Config(variant=D128Variant.DETERMINISTIC), 64, torch.bfloat16, 2),
+    (HopperD128Config(variant=D128Variant.DETERMINISTIC), 128, torch.bfloat16, None)], ids=str)
+def test_a_bias_has_two_tiles_in_flight_or_one_or_the_config_does_not_fit(config, d, dtype, stages):
+    """A tile is 64 queries by the 128 keys of a tile of keys."""
+    plain, problem = problem_of(d), problem_of(d, scores=bias_of(dtype))
+    assert config.fits(plain)
+    assert config.bias_stages(plain) == 0
+    assert config.fits(problem) == (stages is not None)
+    assert config.bias_stages(problem) == (stages or 1)
+    assert config.shared_bytes(problem) - config.shared_bytes(plain) == (stages or 1) * 64 * 128 * dtype.itemsize
+
+
+def test_a_cta_may_have_as_much_shared_memory_as_hopper_has():
+    assert DeviceSpec.of_arch("sm_90").shared_memory == SHARED_MEMORY
+
+
+@pytest.mark.parametrize(("config", "d", "dv"), [(HopperD192Config(), 192, 128), (HopperD256Config(), 256, 256)],
+                         ids=str)
+def test_kernels_of_wide_heads_take_no_bias(config, d, dv):
+    with pytest.raises(InvalidInput, match=r"allowed are calls without a bias\.$"):
+        config.columns(problem_of(d, dv, scores=bias_of()))
+
+
+def test_a_bias_is_for_lengths_that_are_known():
+    lengths = Sequences(seqlens_k=OperandSpec((1,), (1,), torch.int32))
+    with pytest.raises(InvalidInput, match=r"allowed are a bias where lengths are no data\.$"):
+        HopperD128Config().columns(problem_of(64, scores=bias_of(), sequences=lengths))
 
 
 def test_a_fixed_order_is_for_lengths_that_are_known():

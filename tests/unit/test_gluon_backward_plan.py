@@ -16,15 +16,17 @@ PROBLEM = AttentionProblem(b=1, hq=2, hk=2, sq=64, sk=64, d=64, dv=64, dtype=tor
                            device=torch.device("cuda", 0), scale=0.125, direction="backward", q_strides=STRIDES,
                            k_strides=STRIDES, v_strides=STRIDES)
 ALIBI = replace(PROBLEM, mask=causal(), scores=ScoreOptions(alibi_slopes=OperandSpec((1, 2), (2, 1), torch.float32)))
+BIAS = replace(PROBLEM, scores=ScoreOptions(bias=OperandSpec((1, 2, 64, 64), STRIDES, torch.float16)))
 SINKS = replace(PROBLEM, scores=ScoreOptions(sinks=OperandSpec((2,), (1,), torch.float32)))
 
 
-@pytest.mark.parametrize(("problem", "out_strides", "dlse_strides", "moments", "is_told"), [
-    (PROBLEM, STRIDES, None, False, True), (PROBLEM, STRIDES, (128, 64, 1), False, False),
-    (SINKS, STRIDES, None, False, False), (ALIBI, STRIDES, None, False, True), (ALIBI, STRIDES, None, True, False),
-    (PROBLEM, (8192, 4096, 1, 64), None, False, False)],
-    ids=["plain", "lse's gradient", "sinks", "ALiBi", "slopes' gradient", "columns apart"])
-def test_the_launch_is_told_of_out_where_nobody_else_wants_delta(problem, out_strides, dlse_strides, moments, is_told,
+@pytest.mark.parametrize(("problem", "out_strides", "dlse_strides", "wanted", "is_told"), [
+    (PROBLEM, STRIDES, None, (), True), (PROBLEM, STRIDES, (128, 64, 1), (), False),
+    (SINKS, STRIDES, None, (), False), (ALIBI, STRIDES, None, (), True), (ALIBI, STRIDES, None, ("moments",), False),
+    (BIAS, STRIDES, None, (), True), (BIAS, STRIDES, None, ("dbias",), False),
+    (PROBLEM, (8192, 4096, 1, 64), None, (), False)],
+    ids=["plain", "lse's gradient", "sinks", "ALiBi", "slopes' gradient", "bias", "bias's gradient", "columns apart"])
+def test_the_launch_is_told_of_out_where_nobody_else_wants_delta(problem, out_strides, dlse_strides, wanted, is_told,
                                                                  monkeypatch):
     told = []
     monkeypatch.setattr(gluon, "device_spec", lambda device: SimpleNamespace(name="none"))
@@ -32,11 +34,48 @@ def test_the_launch_is_told_of_out_where_nobody_else_wants_delta(problem, out_st
     monkeypatch.setattr(gluon, "backward_schedule", lambda *given: None)
     monkeypatch.setattr(gluon, "backward_launch", lambda *given: told.append(given[5]))
     monkeypatch.setattr("tilewise.kernels.triton.backward.delta_launch", lambda *given: None)
-    monkeypatch.setattr(gluon, "_moments_launch", lambda *given: None)
+    monkeypatch.setattr(gluon, "_launches_of_sums", lambda *given: (None, None))
     monkeypatch.setattr(torch.cuda, "get_device_properties",
                         lambda device: SimpleNamespace(multi_processor_count=132))
-    gluon._backward_plan.__wrapped__(problem, (out_strides, STRIDES, dlse_strides), (True,), moments)
+    gluon._backward_plan.__wrapped__(problem, (out_strides, STRIDES, dlse_strides), (True,),
+                                     **dict.fromkeys(wanted, True))
     assert told == [(out_strides, STRIDES) if is_told else None]
+
+
+def plan_of(again, dbias):
+    return gluon._BackwardPlan(None, (), None, None, None, None, again, dbias)
+
+
+@pytest.mark.parametrize(("again", "dbias", "slopes", "pairs", "called"), [
+    (True, False, True, False, ["again"]), (True, False, True, True, ["again"]), (True, False, False, True, ["again"]),
+    (False, True, False, True, ["dbias"]), (True, True, True, True, ["again", "dbias"]),
+    (True, True, False, True, ["dbias"]), (True, False, False, False, []), (False, True, False, False, [])], ids=str)
+def test_kernels_that_sum_gradients_of_operands_run_where_these_are_wanted(again, dbias, slopes, pairs, called):
+    """A bias's gradient is summed on the way of Triton's dQ, with that of the slopes, or by a kernel of its own."""
+    calls = []
+    plan = plan_of(again and (lambda *given: calls.append(("again", given))),
+                   dbias and (lambda *given: calls.append(("dbias", given))))
+    plan = replace(plan, again=plan.again or None, dbias=plan.dbias or None)
+    inputs, dq, modifiers = tuple("qkvdld"), object(), object()
+    sums = SimpleNamespace(moments=object() if slopes else None, pairs=object() if pairs else None)
+    plan.sum_up(inputs, dq, sums, modifiers)
+    assert [name for name, _ in calls] == called
+    by_dq = None if dbias else sums.pairs
+    wanted = {"again": (*inputs, dq, None, sums.moments, by_dq, None, None, modifiers),
+              "dbias": (*inputs, sums.pairs, modifiers)}
+    assert all(given == wanted[name] for name, given in calls)
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 8, 16), (1, 2, 8, 16)])
+def test_a_bias_that_begins_where_the_copy_engine_cannot_is_copied(shape):
+    """With the strides that it has, of which some are 0, and rows that lie apart."""
+    storage = torch.randn(1 + 2 * 8 * 24)[1:]
+    bias = storage.view(1, 2, 8, 24)[..., :16].expand(shape)
+    assert bias.data_ptr() % 16
+    made = gluon._at_a_multiple(bias)
+    assert made.data_ptr() % 16 == 0
+    assert (made.shape, made.stride()) == (bias.shape, bias.stride())
+    assert torch.equal(made, bias)
 
 
 @pytest.mark.parametrize("takes_out", [True, False])
@@ -58,7 +97,7 @@ def test_delta_is_made_where_the_launch_does_not_take_out(takes_out):
     form = (SHAPE, STRIDES, torch.float16)
     plan = gluon._BackwardPlan(lambda sizes, strides, dtype: torch.empty_strided(sizes, strides, dtype=dtype),
                                (form, form, form, (SHAPE[:3], STRIDES[:3], torch.float32)), Delta(), launch, None, None,
-                               None)
+                               None, None)
     q, k, v, out, dout = (torch.zeros(SHAPE, dtype=torch.float16) for _ in range(5))
     *_, delta = plan.differentiate((q, k, v, out, torch.zeros(SHAPE[:3]), dout, None), None)
     if takes_out:

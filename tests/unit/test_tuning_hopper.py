@@ -252,6 +252,38 @@ def test_a_mask_plan_is_worth_its_launches_from_some_work_on(case, direction):
     assert not prefers_gluon(replace(wide, **PLANS[case])), "however fast the kernels of wide heads are"
 
 
+BIASED = {dtype: ScoreOptions(bias=OperandSpec((1, 1, 512, 512), (2**18, 2**18, 512, 1), dtype))
+          for dtype in (torch.bfloat16, torch.float32)}
+
+
+@pytest.mark.parametrize(("d", "mask", "dtype", "config"), [
+    (64, Mask(), None, HopperD64Config(variant=D64Variant.HEAD_PERSISTENT, ctas_per_head=2)),
+    (64, Mask(), torch.bfloat16, HopperD64Config()),
+    (64, causal(), torch.bfloat16, HopperD64Config(variant=D64Variant.HEAD_PERSISTENT)),
+    (64, causal(), torch.float32, HopperD64Config()),
+    (128, causal(), torch.bfloat16, HopperD128AugmentedKConfig(variant=D128AugmentedKVariant.HEAD_PERSISTENT)),
+    (128, causal(), torch.float32, HopperD128Config())], ids=str)
+def test_beside_a_bias_the_variant_is_one_that_fits(d, mask, dtype, config):
+    scores = ScoreOptions() if dtype is None else BIASED[dtype]
+    problem = problem_of(d, s=512, kernel="hopper_backward", b=8, hq=16, hk=16, mask=mask, scores=scores)
+    assert backward_heuristic(problem) == config
+    assert config.fits(problem)
+
+
+def test_a_row_that_was_measured_without_a_bias_serves_no_call_with_one_beside_which_it_does_not_fit(monkeypatch):
+    """It has four tiles of q, and a bias leaves room for two."""
+    wide = HopperD128Config(q_stages=4, dout_stages=2)
+    monkeypatch.setattr(table, "load_rows", lambda *of: (row_of(wide, 128, kernel="hopper_backward", mask=causal()),))
+    plain = problem_of(128, kernel="hopper_backward", mask=causal(), **BUSY)
+    shape, strides = (1, 1, 4096, 4096), (2**24, 2**24, 4096, 1)
+    small, large = (replace(plain, scores=ScoreOptions(bias=OperandSpec(shape, strides, dtype)))
+                    for dtype in (torch.bfloat16, torch.float32))
+    assert hopper_backward_config(plain, DEVICE) == wide
+    assert not wide.fits(small)
+    assert hopper_backward_config(small, DEVICE) == backward_heuristic(small)
+    assert hopper_backward_config(large, DEVICE) == HopperD128Config()
+
+
 def test_how_many_ctas_share_a_head_goes_by_the_device_s_multiprocessors():
     problem = replace(problem_of(64, kernel="hopper_backward"), b=1, hq=114, hk=114, sq=512, sk=512)
     configs = [hopper_backward_config(problem, DEVICE, number) for number in (132, 114, 78, 57, 1)]

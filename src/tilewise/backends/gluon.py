@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tilewise.backends._support.bias_gradients import dq_launches
 from tilewise.backends._support.current import is_current
-from tilewise.backends._support.hopper import untrusted, wrong_triton
+from tilewise.backends._support.hopper import awaits_dbias_check, untrusted, wrong_triton
 from tilewise.backends._support.mask_plans import mask_plan, planner_of, too_large
 from tilewise.backends._support.memory import Allocate, Form, allocator, forms_of_gradients, forms_of_results
 from tilewise.backends._support.triton import precision_of
@@ -18,7 +19,7 @@ from tilewise.kernels.hopper.backward.launch import HopperBackward
 from tilewise.kernels.hopper.backward.launch_d256 import HopperBackwardApart, backward_launch
 from tilewise.kernels.hopper.forward.launch import NO_PLAN, HopperForward
 from tilewise.kernels.triton.arguments import Modifiers
-from tilewise.kernels.triton.launch import Launch, modifiers_of
+from tilewise.kernels.triton.launch import Launch, modifiers_of, takes_descriptors
 from tilewise.kernels.triton.operand_gradients import OperandGradients
 from tilewise.problem import AttentionProblem, Sizes, alignment_of, are_aligned, dense_strides
 from tilewise.problem.options import DRAW_SPAN, LARGE_SOFTCAP, NO_OPERANDS, NO_OPTIONS, Operands
@@ -31,9 +32,12 @@ from tilewise.tuning.select import (
     hopper_backward_config,
     hopper_forward_config,
     triton_config,
+    wants_descriptors,
 )
 
 if TYPE_CHECKING:
+    from tilewise.kernels.hopper.backward.launch_dbias import HopperDbias
+    from tilewise.kernels.triton.bias_gradient import BiasGradientSums
     from tilewise.kernels.triton.mask_plan import MaskPlanner
 
 # tanh errs by up to 2^-21 near 0, four times as much as Triton's (softmax.squashed).
@@ -71,24 +75,30 @@ class GluonBackend:
 
     def backward(self, problem: AttentionProblem, saved: Saved, dout: torch.Tensor, dlse: torch.Tensor | None,
                  needs: Needs = _EVERY) -> Gradients:
-        """See :class:`tilewise.backends.base.Backend`. A dout that the copy engine cannot move is copied first."""
+        """See :class:`tilewise.backends.base.Backend`.
+
+        A dout that the copy engine cannot move is copied first, and so is a bias that begins where it cannot.
+        """
         q, k, v, out, lse, operands = saved
         if not (are_aligned(dout) and _is_movable(dout)):
             dout = _movable(dout, problem)
-        plan = _backward_plan(problem, (out.stride(), dout.stride(), None if dlse is None else dlse.stride()),
-                              alignment_of([tensor.data_ptr() for tensor in (
-                                  out, lse, *(() if dlse is None else (dlse,)), *operands.present)]),
-                              needs.dalibi_slopes)
+        if operands.bias is not None and not are_aligned(operands.bias):
+            operands = operands._replace(bias=_at_a_multiple(operands.bias))
+        # A plan holds a choice of kernels, and is kept unless a later call may choose otherwise.
+        plan_of = _backward_plan.__wrapped__ if needs.dbias and awaits_dbias_check(problem) else _backward_plan
+        plan = plan_of(problem, (out.stride(), dout.stride(), None if dlse is None else dlse.stride()),
+                       alignment_of([tensor.data_ptr() for tensor in (
+                           out, lse, *(() if dlse is None else (dlse,)), *operands.present)]),
+                       needs.dalibi_slopes, needs.dbias)
         with contextlib.nullcontext() if is_current(problem.device) else torch.cuda.device(problem.device):
             modifiers = plan.fixed if plan.fixed or plan.launch.takes_out else modifiers_of(problem, operands)
             dq, dk, dv, delta = plan.differentiate((q, k, v, out, lse, dout, dlse), modifiers, operands)
             made = (dq if needs.dq else None, *((dk, dv) if needs.dkv else (None, None)))
-            if not (needs.dsinks or needs.dalibi_slopes):
+            if not (needs.dsinks or needs.dalibi_slopes or needs.dbias):
                 return Gradients(*made)
-            sums = OperandGradients(problem, operands, dbias=False, dalibi_slopes=needs.dalibi_slopes,
+            sums = OperandGradients(problem, operands, dbias=needs.dbias, dalibi_slopes=needs.dalibi_slopes,
                                     dsinks=needs.dsinks)
-            if plan.moments is not None and sums.moments is not None:
-                plan.moments(q, k, v, dout, lse, delta, dq, None, sums.moments, None, None, None, modifiers)
+            plan.sum_up((q, k, v, dout, lse, delta), dq, sums, modifiers)
             return Gradients(*made, *sums.gradients(lse, delta))
 
     def bind_backward(self, problem: AttentionProblem, saved: Saved, dout: torch.Tensor, dlse: torch.Tensor | None,
@@ -172,8 +182,8 @@ class _BackwardPlan:
     """What makes memory, what dq, dk, dv and delta are, two launches, and modifiers without a tensor.
 
     Where delta has a kernel of its own, its launch comes first, then that of the others. planner: as of the forward.
-    moments: with ALiBi, the Triton kernel for dQ, which sums what few calls want on its way, the slopes' gradient, and
-    writes dq once more.
+    again: the Triton kernel for dQ, which sums what few calls want on its way, the gradients of ALiBi's slopes and of a
+    bias, and writes dq once more; or None. dbias: where the latter has a kernel of its own, this.
     """
 
     allocate: Allocate
@@ -182,7 +192,8 @@ class _BackwardPlan:
     launch: HopperBackward | HopperBackwardApart
     fixed: Modifiers | None
     planner: "MaskPlanner | None"
-    moments: Launch | None
+    again: "Launch | BiasGradientSums | None"
+    dbias: "Launch | HopperDbias | None"
 
     def differentiate(self, tensors: tuple[Any, ...], modifiers: Modifiers | None,
                       operands: Operands = NO_OPERANDS) -> tuple[Any, ...]:
@@ -205,20 +216,29 @@ class _BackwardPlan:
         self.launch(q, k, v, dout, lse, delta, dq, dk, dv, *self._data(operands))
         return dq, dk, dv, delta
 
+    def sum_up(self, inputs: tuple[torch.Tensor, ...], dq: torch.Tensor, sums: OperandGradients,
+               modifiers: Modifiers | None) -> None:
+        """Fill the buffers of gradients of operands. ``inputs``: q, k, v, dout, lse and delta."""
+        pairs = sums.pairs if self.dbias is None else None
+        if self.again is not None and not (sums.moments is None and pairs is None):
+            self.again(*inputs, dq, None, sums.moments, pairs, None, None, modifiers)
+        if self.dbias is not None and sums.pairs is not None:
+            self.dbias(*inputs, sums.pairs, modifiers)
+
     def _data(self, operands: Operands) -> tuple[torch.Tensor | None, ...]:
         """Return what the launch takes behind the tensors that every call has."""
         plan = NO_PLAN if self.planner is None else mask_plan(self.planner, operands, self.allocate)
         if operands is NO_OPERANDS and plan is NO_PLAN:
             return ()
-        return (*operands.lengths, operands.seed, *plan, operands.alibi_slopes)
+        return (*operands.lengths, operands.seed, *plan, operands.alibi_slopes, operands.bias)
 
 
 @registered
 @lru_cache(maxsize=1024)
 def _backward_plan(problem: AttentionProblem, incoming: tuple[Sizes, Sizes, Sizes | None],
-                   alignment: tuple[bool, ...], moments: bool = False) -> _BackwardPlan:
-    # ``alignment``: a launch keeps the kernel of its first call, which counts on addresses alike. ``moments``: whether
-    # the kernel that sums the gradient of ALiBi's slopes reads delta, too.
+                   alignment: tuple[bool, ...], moments: bool = False, dbias: bool = False) -> _BackwardPlan:
+    # ``alignment``: a launch keeps the kernel of its first call, which counts on addresses alike. ``moments``,
+    # ``dbias``: whether the kernels that sum the gradients of ALiBi's slopes and of a bias read delta, too.
     from tilewise.kernels.triton.backward import delta_launch
 
     strides = _gradient_strides(problem)
@@ -226,28 +246,38 @@ def _backward_plan(problem: AttentionProblem, incoming: tuple[Sizes, Sizes, Size
     config = hopper_backward_config(problem, device_spec(problem.device), num_sms)
     out_strides, dout_strides, dlse_strides = incoming
     # Nobody else wants delta: the launch may make it of out on its way.
-    nobody_else = (dlse_strides is None and problem.scores.sinks is None and not moments
+    nobody_else = (dlse_strides is None and problem.scores.sinks is None and not moments and not dbias
                    and out_strides[-1:] == (1,))
     forms = *forms_of_gradients(problem, strides), forms_of_results(problem)[1]
     scores = problem.scores
     has_operands = bool(problem.sequences.are_data or scores.sinks or scores.mask or scores.documents_q
-                        or scores.alibi_slopes or (scores.mask_function and scores.mask_function.dtypes))
+                        or scores.alibi_slopes or scores.bias or (scores.mask_function and scores.mask_function.dtypes))
     planner = planner_of(problem, rows=config.block_n // 64, columns=1)
     return _BackwardPlan(allocator(problem.device), forms, delta_launch(problem, delta_config(problem), *incoming),
                          backward_launch(problem, config, backward_schedule(problem, config), strides[0], num_sms,
                                          (out_strides, dout_strides) if nobody_else else None,
                                          allocator(problem.device), None if planner is None else planner.strides),
                          None if has_operands else modifiers_of(problem, NO_OPERANDS), planner,
-                         _moments_launch(problem, dout_strides, strides[0]))
+                         *_launches_of_sums(problem, dout_strides, strides[0], alignment, dbias))
 
 
-def _moments_launch(problem: AttentionProblem, dout_strides: Sizes, dq_strides: Sizes) -> Launch | None:
-    if problem.scores.alibi_slopes is None:
-        return None
-    from tilewise.kernels.triton.dq import dq_launch
+def _launches_of_sums(
+        problem: AttentionProblem, dout_strides: Sizes, dq_strides: Sizes, alignment: tuple[bool, ...],
+        dbias: bool) -> "tuple[Launch | BiasGradientSums | None, Launch | HopperDbias | None]":
+    """Return the Triton kernel for dQ where it sums the gradient of slopes or of a bias, and the bias's own."""
+    has_slopes = problem.scores.alibi_slopes is not None
+    if not dbias:
+        if not has_slopes:
+            return None, None
+        from tilewise.kernels.triton.dq import dq_launch
 
-    config = triton_config("dq", problem, device_spec(problem.device), descriptors=False)
-    return dq_launch(problem, config, precision_of(problem.dtype), dout_strides, dq_strides)
+        config = triton_config("dq", problem, device_spec(problem.device), descriptors=False)
+        return dq_launch(problem, config, precision_of(problem.dtype), dout_strides, dq_strides), None
+    descriptors = all(alignment) and wants_descriptors(problem, device_spec(problem.device)) and takes_descriptors(
+        problem, problem.q_strides, problem.k_strides, problem.v_strides, dout_strides)
+    again, own = dq_launches(problem, precision_of(problem.dtype), dout_strides, dq_strides, descriptors=descriptors,
+                             dbias=True)
+    return again if own is None or has_slopes else None, own
 
 
 def _gradient_strides(problem: AttentionProblem) -> tuple[Sizes, Sizes, Sizes]:
@@ -273,7 +303,8 @@ def _wrong_dtype_or_dims(problem: AttentionProblem) -> str | None:
     if max(problem.d, problem.dv) > WIDEST:
         return f"takes head dims up to {WIDEST}, got {problem.d} and {problem.dv}"
     if problem.direction == "backward" and max(problem.d, problem.dv) > WIDEST_WITH_EVERY_OPTION:
-        wanted = {"lengths that are data": problem.sequences.are_data, "ALiBi": problem.scores.alibi_slopes is not None,
+        wanted = {"lengths that are data": problem.sequences.are_data, "a bias": problem.scores.bias is not None,
+                  "ALiBi": problem.scores.alibi_slopes is not None,
                   "softcap": problem.scores.softcap is not None, "dropout": problem.scores.dropout_p > 0.0}
         if any(wanted.values()):
             return (f"takes, in its backward pass, head dims up to {WIDEST_WITH_EVERY_OPTION} with "
@@ -284,8 +315,8 @@ def _wrong_dtype_or_dims(problem: AttentionProblem) -> str | None:
 
 def _wrong_options(problem: AttentionProblem) -> str | None:
     if not problem.is_banded:
-        return _wrong_mask(problem) or _wrong_scores(problem)
-    return _wrong_scores(problem)
+        return _wrong_mask(problem) or _wrong_scores(problem) or _wrong_bias(problem)
+    return _wrong_scores(problem) or _wrong_bias(problem)
 
 
 def _wrong_mask(problem: AttentionProblem) -> str | None:
@@ -319,12 +350,10 @@ def _wrong_scores(problem: AttentionProblem) -> str | None:
                 f"{problem.sequences}")
     plain = problem.scores._replace(softcap=None, sinks=None, max_logit=False, dropout_p=0.0, mask=None,
                                     documents_q=None, documents_k=None, tiles_q=None, tiles_k=None,
-                                    mask_function=None, alibi_slopes=None)
-    if problem.direction == "forward":
-        plain = plain._replace(bias=None)
+                                    mask_function=None, alibi_slopes=None, bias=None)
     if plain != NO_OPTIONS:
-        taken = "bias, ALiBi, softcap" if problem.direction == "forward" else "ALiBi, softcap"
-        return f"takes {taken}, sinks and dropout and nothing else that changes scores, got {problem.scores}"
+        return ("takes bias, ALiBi, softcap, sinks and dropout and nothing else that changes scores, got "
+                f"{problem.scores}")
     if problem.scores.softcap is not None and problem.scores.softcap > LARGEST_SOFTCAP:
         return f"takes softcaps up to {LARGEST_SOFTCAP:g}, got {problem.scores.softcap:g}"
     # Lengths that are data may not be known to be 0, but the tensors' are.
@@ -335,6 +364,31 @@ def _wrong_scores(problem: AttentionProblem) -> str | None:
     if problem.scores.dropout_p and any(first % DRAW_SPAN for first in firsts):
         return (f"takes dropout where the first query that sees a key and the first key that is seen are multiples of "
                 f"{DRAW_SPAN}, got {firsts[0]} and {firsts[1]}")
+    return None
+
+
+def _wrong_bias(problem: AttentionProblem) -> str | None:
+    """Say why the backward kernels, to which the copy engine brings a bias block by block, do not take this one.
+
+    Along a dim of batch entries or heads that share it a bias makes no step.
+    """
+    bias, widest = problem.scores.bias, max(problem.d, problem.dv)
+    if bias is None or problem.direction == "forward":
+        return None
+    if problem.sequences.are_data:
+        return f"takes, in its backward pass, a bias where lengths are no data, got {problem.sequences}"
+    if problem.scores.dropout_p:
+        return f"takes, in its backward pass, a bias without dropout, got {problem.scores}"
+    if problem.deterministic and widest > 64:
+        return ("takes, in its backward pass, a bias at head dims up to 64 where deterministic=True, got "
+                f"{problem.d} and {problem.dv}")
+    if bias.shape[2:] != (problem.sq, problem.sk):
+        return (f"takes, in its backward pass, a bias of {problem.sq} queries and {problem.sk} keys, got one of "
+                f"{bias.shape[2]} and {bias.shape[3]}")
+    shared = tuple(1 if stride == 0 else size for size, stride in zip(bias.shape[:2], bias.strides[:2], strict=True))
+    if not _moves((*shared, *bias.shape[2:]), bias.strides, bias.dtype.itemsize):
+        return ("needs, in its backward pass, a bias with a last stride of 1 and others that are positive multiples of "
+                f"{16 // bias.dtype.itemsize} elements, got one with {bias.strides}")
     return None
 
 
@@ -372,6 +426,13 @@ def _is_movable(dout: torch.Tensor) -> bool:
 
 def _movable(dout: torch.Tensor, problem: AttentionProblem) -> torch.Tensor:
     return torch.empty_strided(dout.shape, problem.out_strides, dtype=dout.dtype, device=dout.device).copy_(dout)
+
+
+def _at_a_multiple(bias: torch.Tensor) -> torch.Tensor:
+    """Return a bias, with the strides that it has, that begins at a multiple of 16 bytes."""
+    once = bias[tuple([slice(1 if stride == 0 else None) for stride in bias.stride()])]
+    made = torch.empty_strided(once.shape, once.stride(), dtype=bias.dtype, device=bias.device).copy_(once)
+    return made.expand(bias.shape)
 
 
 backend = GluonBackend()

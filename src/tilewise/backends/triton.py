@@ -8,13 +8,14 @@ is a look-up, the allocation of its outputs, and the launches.
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from tilewise.backends._support.bias_gradients import dq_launches
 from tilewise.backends._support.current import is_current
-from tilewise.backends._support.hopper import awaits_dbias_check, sums_dbias, untrusted
+from tilewise.backends._support.hopper import awaits_dbias_check
 from tilewise.backends._support.memory import Allocate, Form, allocator, forms_of_gradients, forms_of_results
 from tilewise.backends._support.triton import PLANS, precision_of, why_not_at_all, why_not_here
 from tilewise.backends.base import BoundBackward, BoundForward, Gradients, Needs, Results, Saved, Three
@@ -27,10 +28,7 @@ from tilewise.support.caches import registered
 from tilewise.tuning.device import device_spec
 from tilewise.tuning.heuristics_triton import least_bytes
 from tilewise.tuning.select import (
-    dbias_launches,
     delta_config,
-    entries_config,
-    hopper_dbias_config,
     single_tile_config,
     split_dkdv,
     triton_config,
@@ -40,7 +38,6 @@ from tilewise.tuning.select import (
 if TYPE_CHECKING:
     from tilewise.kernels.hopper.backward.launch_dbias import HopperDbias
     from tilewise.kernels.triton.bias_gradient import BiasGradientSums
-    from tilewise.kernels.triton.config import TileConfig
 
 _EVERY = Needs()
 _Three = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]  # dq, dk, dv
@@ -347,8 +344,6 @@ def _backward_plan(problem: AttentionProblem, incoming: tuple[Sizes, Sizes, Size
     if problem.is_empty:
         return _BackwardPlan(needs, dq, dk, dv)
     from tilewise.kernels.triton.backward import delta_launch, dkdv_launch
-    from tilewise.kernels.triton.bias_gradient import BiasGradientSums, sees_alike
-    from tilewise.kernels.triton.dq import dq_launch
 
     spec = device_spec(problem.device)
     out_strides, dout_strides, dlse_strides = incoming
@@ -363,39 +358,10 @@ def _backward_plan(problem: AttentionProblem, incoming: tuple[Sizes, Sizes, Size
         dkdv_launch(problem, triton_config(kernel, problem, spec, descriptors=descriptors), precision, dout_strides,
                     (dk, dv), made)
         for kernel, made in kernels.items())
-    config = triton_config("dq", problem, spec, descriptors=descriptors)
-    entries, dbias = _dbias_of(problem, config, precision, dout_strides, descriptors) if needs.dbias else (0, None)
-    at_once = 1
-    if entries > 1 and sees_alike(problem):
-        together = entries_config(problem, spec)
-        config, at_once = (config, 1) if together is None else (together, together.entries)
-    bind_dq = partial(dq_launch, problem, config, precision, dout_strides, dq)
     return _BackwardPlan(
         needs, dq, dk, dv, delta_launch(problem, delta_config(problem), out_strides, dout_strides, dlse_strides),
-        dkdv_launches, BiasGradientSums(problem, entries, at_once, bind_dq) if entries else bind_dq(), dbias,
+        dkdv_launches, *dq_launches(problem, precision, dout_strides, dq, descriptors=descriptors, dbias=needs.dbias),
         _planned_modifiers(problem))
-
-
-def _dbias_of(problem: AttentionProblem, dq_config: "TileConfig", precision: str, dout_strides: Sizes,
-              descriptors: bool) -> "tuple[int, Launch | HopperDbias | None]":
-    """Say how a bias has its gradient: on dQ's way, in how many launches, or by which kernel of its own.
-
-    0 and None where it lacks a query or a key dim.
-    """
-    from tilewise.kernels.triton.dbias import dbias_launch
-
-    spec = device_spec(problem.device)
-    entries = dbias_launches(problem, dq_config, spec)
-    tile = hopper_dbias_config(problem, entries) if descriptors and sums_dbias(problem) else None
-    if tile is not None and untrusted("dbias", problem.device) is None:
-        from tilewise.kernels.hopper.backward.launch_dbias import HopperDbias
-
-        num_sms = torch.cuda.get_device_properties(problem.device).multi_processor_count
-        return 0, HopperDbias(problem, tile, num_sms)
-    if entries:
-        return entries, None
-    return 0, dbias_launch(problem, triton_config("dbias", problem, spec, descriptors=descriptors), precision,
-                           dout_strides)
 
 
 def _planned_modifiers(problem: AttentionProblem) -> _PlannedModifiers:

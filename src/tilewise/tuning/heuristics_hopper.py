@@ -132,6 +132,7 @@ def backward_heuristic(problem: AttentionProblem, num_sms: int = NUM_SMS) -> Hop
     has a second tile. Without augmented K registers hold the next block's S there (+0 to 7 %), and dQ is accumulated
     from registers (+7 to 16 %). Wider heads leave no choice: where registers hold all columns of dK and dV of 64 keys
     each warpgroup has keys of its own (at 192 and 128 1.2 to 1.4 times as fast as sharing them), else two share them.
+    The ring of a bias takes shared memory: a variant beside which it does not fit is not chosen.
     """
     widest = max(problem.d, problem.dv)
     if widest > 128:
@@ -142,8 +143,10 @@ def backward_heuristic(problem: AttentionProblem, num_sms: int = NUM_SMS) -> Hop
         return HopperD128Config(s_ahead=widest <= 64, variant=D128Variant.DETERMINISTIC)
     if augmented_k_fits(problem):
         owns_heads = choose_ctas_per_head(problem, num_sms) > 0
-        return HopperD128AugmentedKConfig(variant=D128AugmentedKVariant.HEAD_PERSISTENT if owns_heads
-                                          else D128AugmentedKVariant.DYNAMIC_TILES)
+        own = HopperD128AugmentedKConfig(variant=D128AugmentedKVariant.HEAD_PERSISTENT if owns_heads
+                                         else D128AugmentedKVariant.DYNAMIC_TILES)
+        if own.fits(problem):  # not beside a bias in float32
+            return own
     if widest <= 64:
         return HopperD128Config(s_ahead=True, variant=D128Variant.DQ_FROM_REGISTERS)
     return HopperD128Config()
@@ -153,7 +156,9 @@ def _d64_config(problem: AttentionProblem, num_sms: int) -> HopperD64Config:
     """Choose the variant at head dims up to 64 with augmented K."""
     ctas_per_head = choose_ctas_per_head(problem, num_sms)
     if ctas_per_head > 0:
-        return HopperD64Config(variant=D64Variant.HEAD_PERSISTENT, ctas_per_head=ctas_per_head)
+        own = HopperD64Config(variant=D64Variant.HEAD_PERSISTENT, ctas_per_head=ctas_per_head)
+        if own.fits(problem):  # beside a bias one CTA a head does, if the bias is no float32
+            return own
     return HopperD64Config(variant=D64Variant.DETERMINISTIC if problem.deterministic else D64Variant.DYNAMIC_TILES)
 
 

@@ -55,7 +55,8 @@ def hopper_forward_config(problem: AttentionProblem, device: DeviceSpec,
 
 def hopper_backward_config(problem: AttentionProblem, device: DeviceSpec,
                            num_sms: int = NUM_SMS) -> HopperBackwardConfig:
-    """Return the table's config for the problem, else the heuristic one."""
+    """Return the table's config for the problem, else the heuristic one; so too where a bias does not fit beside it."""
     own = backward_heuristic(problem, num_sms)
     row = hopper_row("hopper_backward", problem, device, own)
-    return own if row is None else backward_config_of(row)
+    measured = own if row is None else backward_config_of(row)
+    return measured if measured.fits(problem) else own

@@ -324,8 +324,10 @@ class HopperD192Config(HopperBackwardConfig):
 
     def columns(self, problem: AttentionProblem) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """128 + 64 columns of q and k, 128 of v and dout."""
-        if problem.d <= 128 or not dk_dv_fit(problem) or problem.scores.bias is not None:
-            raise self._refusal(problem, "head dims of 129 to 192 of q and k, and up to 128 of v, without a bias")
+        if problem.d <= 128 or not dk_dv_fit(problem):
+            raise self._refusal(problem, "head dims of 129 to 192 of q and k, and up to 128 of v")
+        if problem.scores.bias is not None:
+            raise self._refusal(problem, _NO_BIAS)
         return (128, 64), (128,)
 
 
@@ -347,7 +349,7 @@ class HopperD256Config(HopperBackwardConfig):
     def columns(self, problem: AttentionProblem) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """64, 128, 128 + 64 or 256 columns of q and k, and of v and dout."""
         if problem.scores.bias is not None:
-            raise self._refusal(problem, "calls without a bias")
+            raise self._refusal(problem, _NO_BIAS)
         return _chunks_of(problem.d), _chunks_of(problem.dv)
 
     def shared_bytes(self, problem: AttentionProblem) -> int:
@@ -411,6 +413,7 @@ class HopperDbiasConfig:
 
 BACKWARD_CONFIGS: dict[BackwardKernel, type[HopperBackwardConfig]] = {kind.kernel: kind for kind in (
     HopperD64Config, HopperD128AugmentedKConfig, HopperD128Config, HopperD192Config, HopperD256Config)}
+_NO_BIAS = "calls without a bias"
 _FOR_AUGMENTED_K = "a scale of 2^-40 or more, and no softcap, dropout, lengths that are data or ALiBi with keys ahead"
 
 

@@ -162,7 +162,6 @@ def attend_blocks(begin, end, count, state, head, view, args, smem, draws, WG: g
     LEFT: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
     ROW: gl.constexpr = gl.SliceLayout(0, SCORE_LAYOUT)
     DTYPE: gl.constexpr = kv.k_tiles.dtype
-    NC: gl.constexpr = C.CONSUMERS
     unmasked_start = 0
     if not C.MASK_PLAN:
         unmasked_start = blocks.start + (blocks.upper_boundary - blocks.boundary) * QUERIES
@@ -197,7 +196,6 @@ def attend_blocks(begin, end, count, state, head, view, args, smem, draws, WG: g
         dprobs_pending = issue_s_or_dp(v, dout_tiles, row_stats, count, count % C.DOUT_STAGES, DPROBS, C)
         if not C.AUGMENTED_K:
             lse = row_stats.index(2 * stage).load(ROW)
-        bias = read_bias(smem.bias, count, WG, C)
         if not C.S_AHEAD:
             scores = warpgroup_mma_wait(2 if C.AUGMENTED_K else 1, deps=(scores_pending,))  # but not for dP
         if C.AUGMENTED_K:
@@ -205,14 +203,13 @@ def attend_blocks(begin, end, count, state, head, view, args, smem, draws, WG: g
                 exponents = scores * scale_log2 + slope_times_offset(head.slope_log2, first_query, view)
             else:
                 exponents = scores * scale_log2
-            probs = gl.exp2(add_bias(exponents, bias, C))
         else:
             if args.scales.squash is not None:  # tanh
                 scores = 1.0 + 2.0 * squashed(scores, args.scales.squash, False)
             exponents = scores * scale_log2 - lse[None, :]
             if C.HAS_ALIBI:
                 exponents = take_off_distances(exponents, first_query, head.slope_log2, view, C)
-            probs = gl.exp2(add_bias(exponents, bias, C))
+        probs = gl.exp2(add_bias(exponents, read_bias(smem.bias, count, WG, C), C))
         if MASKED:
             probs = hide_pairs(probs, first_query, bits, view, C)
         if C.HAS_DROPOUT:
@@ -247,20 +244,19 @@ def attend_blocks(begin, end, count, state, head, view, args, smem, draws, WG: g
         if C.HEAD_PERSISTENT:
             part = head.first_part + first_query // 32  # of 64 queries, each of two consumers has a part
             start = start_of_part(args.dq, part, first_query, key - WG * 64, bounds, C)
-        dq_pending = issue_dq(kv.k_tiles, smem.dscores, ds_stage, 0, WG, NC, C.AUGMENTED_K, C, start)
+        dq_pending = issue_dq(kv.k_tiles, smem.dscores, ds_stage, 0, WG, C.CONSUMERS, C.AUGMENTED_K, C, start)
+        release_bias(smem.bias, count, C)
         if C.S_AHEAD:  # the registers of P are free before those of the next S are taken
-            dv = warpgroup_mma_wait(NC, deps=(dv_pending,))
+            dv = warpgroup_mma_wait(C.CONSUMERS, deps=(dv_pending,))
             consumer_release(smem.dout.empty, count, C.DOUT_STAGES)
-            release_bias(smem.bias, count, C)
             consumer_wait(smem.q.full, count + 1, C.Q_STAGES)
             scores_pending = issue_s_or_dp(k, q_tiles, row_stats, count + 1, (count + 1) % C.Q_STAGES, SCORES, C)
             dk_pending = warpgroup_mma(gl.convert_layout(dscores, LEFT), q, dk, is_async=True)
             dq = warpgroup_mma_wait(2, deps=(dq_pending,))
         else:
             dk_pending = warpgroup_mma(gl.convert_layout(dscores, LEFT), q, dk, is_async=True)
-            dv = warpgroup_mma_wait(NC + 1, deps=(dv_pending,))
+            dv = warpgroup_mma_wait(C.CONSUMERS + 1, deps=(dv_pending,))
             consumer_release(smem.dout.empty, count, C.DOUT_STAGES)
-            release_bias(smem.bias, count, C)
             dq = warpgroup_mma_wait(1, deps=(dq_pending,))
             if C.AUGMENTED_K:
                 if count == view.last_count:

@@ -46,8 +46,8 @@ class Smem(NamedTuple):
     """The CTA's shared memory.
 
     dscores: a Pipe of two stages of both consumers' dS. dq_stage: what dQ is staged in: where it is only added, tiles
-    or with C.DETERMINISTIC a Pipe; where CTAs own heads, a DQStage. queue: with C.DYNAMIC_TILES. bias: a Pipe of tiles of
-    the bias (bias.py), or ().
+    or with C.DETERMINISTIC a Pipe; where CTAs own heads, a DQStage. queue: with C.DYNAMIC_TILES. bias: a Pipe of tiles
+    of the bias (bias.py), or ().
     """
 
     kv: Any

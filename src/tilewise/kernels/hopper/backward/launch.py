@@ -232,8 +232,8 @@ class HopperBackward:
         """Return the tensors in order, all but lse and delta as descriptors, the accumulator and the workspace.
 
         Extra columns and the accumulator have descriptors too, the latter but where dQ is added from registers. Heads
-        of two chunks have no workspace. What only some calls have follows, as far as the kernel takes it; ``delta``: where
-        a bias stands in its place.
+        of two chunks have no workspace. What only some calls have follows, as far as the kernel takes it. ``delta``:
+        where a bias stands in its place.
         """
         described = self._in_forms(tensors, lambda tensor, form: tensor if form is None else self.describe(
             tensor, list(tensor.shape), legal_strides(tensor), *form))
