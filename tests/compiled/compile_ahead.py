@@ -290,6 +290,9 @@ def report_of_hopper(compiled, log):
     sass, ptx = sass_of(compiled), compiled.asm["ptx"]
     waits = {"acquire": ptx.count("ld.acquire.gpu"), "release": ptx.count("st.release.gpu"),
              "complete": len(re.findall(r"cp\.async\.bulk\.wait_group\s+0;", ptx))}
+    transposed = len(re.findall(r"ldmatrix\.\S+\.trans\.", ptx))  # which few kernels have
+    if transposed:
+        waits["transposed"] = transposed
     return nvidia_report(compiled) | sass_report(sass) | waits | {
         "logged": "Used" in log, "warnings": re.findall(r"C75\d\d", log), "threads": 32 * compiled.metadata.num_warps,
         "unset": possibly_unset(sass), "strays": stray_descriptors(sass), "in_steps": spills_in_steps(sass),

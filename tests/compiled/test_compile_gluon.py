@@ -63,6 +63,12 @@ BACKWARD_SLOPES_SPILL_BOUND = {NEWEST: 448}
 BACKWARD_SLOPES_SPILL_BOUND_ELSEWHERE = 320
 # With slopes and augmented K: 3.6.0 32 bytes at d 64 and 80 at d 128, 3.8.0 8 and 88, 3.9.0 104 and 48.
 AUGMENTED_SLOPES_SPILL_BOUND = 112
+# With a bias and augmented K: 3.6.0 32 bytes at d 64 and 72 at d 128, 3.8.0 16 and 72, 3.9.0 120 (a float32 bias, else
+# 96) and 48.
+AUGMENTED_BIAS_SPILL_BOUND = 128
+# And without, d 128: 3.6.0 176 bytes with slopes and 320 with a softcap, 3.8.0 120 and 280, 3.9.0 304 and 464.
+BIAS_SPILL_BOUND = {NEWEST: 496}
+BIAS_SPILL_BOUND_ELSEWHERE = 344
 DROPOUT_OF_ALL_SPILL_BOUND = {BETWEEN: 448, NEWEST: 672}
 DROPOUT_OF_ALL_SPILL_BOUND_ELSEWHERE = 496
 # The sum of a bias's gradient: 3.6.0 none, but 40 bytes of a float32 bias and 64 where rows are not cut at 16 bytes;
@@ -290,6 +296,45 @@ def test_slopes_with_augmented_k_compile_within_registers_and_shared_memory(vers
 
 
 @pytest.mark.parametrize("version", VERSIONS)
+def test_a_bias_with_augmented_k_compiles_within_registers_and_shared_memory(version):
+    dynamic, in_order, alone, _ = AUGMENTED_K_CONFIGS[64]
+    wide, wide_alone = AUGMENTED_K_CONFIGS[128]
+    float32 = {"bias": "float32"}
+    wanted = [biased(64, "full", **dynamic), biased(64, "window", **dynamic), biased(128, **wide),
+              biased(64, **dynamic) | float32]
+    if version == OLDEST:
+        wanted += [biased(64, dtype="float16", **dynamic), biased(64, "window", **in_order), biased(64, **alone),
+                   biased(64, options=["alibi_slopes"], **dynamic), biased(128, options=["alibi_slopes"], **wide),
+                   biased(64, options=["documents_q", "documents_k"], **dynamic), biased(128, "full", **wide),
+                   biased(128, "window", **wide), biased(128, dtype="float16", **wide), biased(128, **wide_alone)]
+    check_biased(version, wanted, AUGMENTED_BIAS_SPILL_BOUND)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_bias_without_augmented_k_compiles_within_registers_and_shared_memory(version):
+    (ahead, in_order), (staged, _) = BACKWARD_CONFIGS.values()
+    # 3.8.0 saves descriptors of products on the stack with slopes at d 128.
+    wanted = [biased(64, "full", options=["softcap"], **ahead), biased(128, options=["softcap"], **staged)]
+    if version == OLDEST:
+        wanted += [biased(64, "full", options=["alibi_slopes"], **ahead), biased(64, options=["softcap"], **in_order),
+                   biased(128, "full", options=["alibi_slopes"], **staged), biased(128, **staged) | {"bias": "float32"},
+                   biased(128, options=["softcap", "documents_q", "documents_k"], **staged)]
+    check_biased(version, wanted, BIAS_SPILL_BOUND.get(version, BIAS_SPILL_BOUND_ELSEWHERE))
+
+
+def biased(d, mask="causal", dtype="bfloat16", options=(), **config):
+    """With a bias of the inputs' dtype."""
+    return backward(d, mask, dtype, options=["bias", *options], **config) | {"bias": dtype}
+
+
+def check_biased(version, wanted, spills):
+    """Hold too that a 16-bit bias is read transposed, 64 x 64 numbers by four instructions a thread."""
+    for row in check_backward(version, wanted, spills):
+        read = row.get("transposed", 0)
+        assert (read == 0) if row["bias"] == "float32" else (read > 0 and read % 4 == 0), row
+
+
+@pytest.mark.parametrize("version", VERSIONS)
 def test_dropout_in_the_backward_compiles_within_registers_and_shared_memory(version):
     # 3.9.0 leaves a descriptor of a product stray in order at d 128, but in windows.
     wanted = [backward(128, "window", options=["seed"], **DETERMINISTIC)]
@@ -305,7 +350,8 @@ def test_dropout_in_the_backward_compiles_within_registers_and_shared_memory(ver
 
 
 def check_backward(version, wanted, spills):
-    for row in compile_aloud(version, wanted):
+    rows = compile_aloud(version, wanted)
+    for row in rows:
         check_mma(row)
         assert row["stack"] <= spills, row
         assert row["utmastg"] > 0, row
@@ -320,6 +366,7 @@ def check_backward(version, wanted, spills):
         waits_for_its_own = semaphores or (config["kernel"] == "d64" and variant == "head_persistent")
         assert (row["acquire"] > 0, row["release"] > 0) == (semaphores, semaphores), row
         assert (row["complete"] > 0) == waits_for_its_own, row
+    return rows
 
 
 @pytest.mark.parametrize("version", VERSIONS)
