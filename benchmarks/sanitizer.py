@@ -93,6 +93,8 @@ CALLS = {
     "backward_128_in_order": Call(_case(2, 200, 128), deterministic=True),
     "backward_128_window": Call(_case(2, 200, 128, _WINDOW)),
     "backward_128_heads_alone": Call(_case(132, 140, 128)),
+    "narrow_biased": Call(_case(66, 304, 64, bias="1hqk")),
+    "backward_128_biased": Call(_case(2, 200, 128, _BOTTOM, bias="1hqk")),
     "backward_softcap": Call(_case(2, 200, 64, _BOTTOM, softcap=5.0)),
     "backward_lengths": Call(_case(4, 150, 64, _BOTTOM, **_DATA)),
     "backward_packed": Call(_case(4, 150, 128, **_DATA, packed="tight")),

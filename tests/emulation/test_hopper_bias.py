@@ -14,11 +14,14 @@ from emulation.backward_calls import (
     call_of,
     compare,
     expected,
+    extra_columns_of,
     taken_off_by,
     with_bias,
     with_slopes,
     with_true_lse,
 )
+from emulation.hopper_calls import bound_backward
+from tilewise.kernels.hopper.arguments import BackwardPointers
 from tilewise.kernels.hopper.backward.config import (
     D64Variant,
     D128AugmentedKVariant,
@@ -112,3 +115,46 @@ def test_a_bias_and_slopes_may_come_together(mask, config, d):
     tensors = with_true_lse(problem, tensors, taken_off)
     got = backward_on_cpu.differentiate(problem, tensors, config, 3, 3, slopes=slopes, added=bias)
     compare(got, expected(problem, tensors, taken_off=taken_off))
+
+
+@pytest.mark.parametrize(("config", "d"), [(DYNAMIC, 64), (WIDE_DYNAMIC, 128), (HopperD128Config(), 128)], ids=str)
+def test_the_copy_engine_gets_a_shared_bias_once_and_the_rows_of_queries_that_see_a_key_alone(config, d):
+    """Behind these rows it fills in zeros. Without augmented K the kernel reads delta too, in whose place a bias is."""
+    problem, tensors = call_of(*NONE_AHEAD["fewer_keys"], (d, d))
+    bias = bias_of(problem, 1, problem.hq).expand(2, -1, -1, -1)
+    problem = with_bias(problem, bias)
+    launch = bound_backward(problem, config)
+    place = launch.scalars[0].bias
+    assert (place.own_batch, place.own_head, place.first_key) == (0, 1, problem.seen_keys.start)
+    q, k, v, dout, lse, delta = tensors
+    read = extra_columns_of(lse, delta) if config.augmented_k else lse
+    taken = launch.taken((q, k, v, dout, lse, delta, q, k, v), read, launch._bias_read(bias))
+    own_delta = None if config.augmented_k else delta
+    made = launch.arguments(taken, torch.zeros(launch.accum_shape), counter=torch.zeros(1, dtype=torch.int32),
+                            delta=own_delta)
+    queries, sk = problem.seeing_queries, problem.sk
+    assert queries.start > 0
+    assert tuple(made[5].shape) == (1, problem.hq, len(queries), sk)
+    assert made[5].base.data_ptr() == bias[:, :, queries.start:].data_ptr()
+    assert list(made[5].strides) == [16, *bias.stride()[1:]]
+    assert made[5].block_shape == [1, 1, 64, 64]
+    (pointers,) = (argument for argument in made if isinstance(argument, BackwardPointers))
+    assert pointers.delta is own_delta
+
+
+@pytest.mark.parametrize(("config", "d"), [(DYNAMIC, 64), (WIDE_DYNAMIC, 128)], ids=str)
+def test_a_bias_that_is_released_before_it_is_fenced_is_found(config, d, monkeypatch):
+    """The fence of dS is what orders the reads of a tile before the copy that comes into its place."""
+    module = backward_on_cpu.d64 if config is DYNAMIC else backward_on_cpu.d128
+    read = module.read_bias.fn
+
+    def read_and_release(pipe, count, wg, constants):
+        found = read(pipe, count, wg, constants)
+        backward_on_cpu.bias.consumer_release(pipe.empty, count, constants.BIAS_STAGES)
+        return found
+
+    monkeypatch.setitem(backward_on_cpu.CONSTANTS, (module, "read_bias"), read_and_release)
+    monkeypatch.setitem(backward_on_cpu.CONSTANTS, (module, "release_bias"), lambda *_: None)
+    monkeypatch.setattr(backward_on_cpu.gluon_on_cpu, "PATIENCE", 0.5)  # of the partitions that wait for the failed one
+    with pytest.raises(AssertionError, match="no fence between threads"):
+        hold(MASKS["full"], config, d)

@@ -78,7 +78,12 @@ def _calls() -> dict[str, Delayed]:
                                         repeats=(*_GRADIENTS, "dbias")),
         }
     for mask in ("full", "causal"):
-        found[f"narrow_drawn_{mask}"] = _gradients(_case(33, 600, 64, mask), {D64: 4}, repeats=("dk", "dv"))
+        found |= {
+            f"narrow_drawn_{mask}": _gradients(_case(33, 600, 64, mask), {D64: 4}, repeats=("dk", "dv")),
+            f"narrow_biased_{mask}": _gradients(_case(33, 600, 64, mask, bias="1hqk"), {D64: 4}, repeats=("dk", "dv")),
+            f"backward_biased_{mask}": _gradients(_case(33, 600, 128, mask, bias="1hqk"), {BACKWARD: 3},
+                                                  repeats=("dk", "dv")),
+        }
     for packed in ("", "tight"):
         kind = "packed" if packed else "lengths"
         data = _DATA | {"packed": packed}

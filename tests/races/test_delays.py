@@ -13,6 +13,7 @@ forward, padded and packed sequences                      causal
 backward to 64: in order, heads alone, heads shared       full, causal, window
 backward to 64: tiles drawn                               full, causal
 backward to 128: in order, drawn, alone                   full, causal, window
+backward with a bias, to 64 and to 128: tiles drawn       full, causal
 backward to 128, padded and packed                        causal at 64 columns, full at 128
 backward in pieces; wide, with dq                         full, causal, window
 gradient of a bias                                        full, causal, window

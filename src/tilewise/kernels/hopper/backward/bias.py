@@ -6,10 +6,13 @@ ldmatrix hands out just that (``.trans``, by Triton's own load of the transposed
 16 registers until the scores are there. A float32 bias, for which there is no such instruction, is read number by
 number.
 
-ldmatrix is one operation of a whole warp, so the warp must have left the loop of the wait as one. The count that says
-which mbarrier a consumer waits for is the same in all threads, but the compiler cannot know it where the tile's
-iterations come through shared memory: it would have each thread ask with an address of its own. ``warp_uniform`` takes
-the count of the first lane. And the wait comes before the block's MMAs are issued, ldmatrix behind them.
+ldmatrix is one operation of a whole warp, so the warp must have left the loop of the wait as one. So the wait comes
+before the block's S is issued, ldmatrix behind that. And it asks by one address for the warp: the count that says which
+mbarrier it is goes through ``warp_uniform``, without which ptxas 12.8 keeps it in a register of each thread up to 64
+columns.
+
+TMA writes a stage again that threads have read, and an mbarrier alone does not order the two, which reach shared memory
+by different ways: a fence must stand between ldmatrix and the release. That of dS, which comes later, is one.
 """
 
 from triton.experimental import gluon
@@ -96,6 +99,10 @@ def in_float32(bias):
 
 @gluon.jit
 def release_bias(pipe, count, C: gl.constexpr):
-    """Consumer: release the stage of iteration ``count``, when the scores that its numbers were added to are used."""
+    """Consumer: release the stage of iteration ``count``, when dS was made of its numbers.
+
+    TMA writes there again, and threads have read: the caller has fenced the one from the other, as it does for dS
+    (``fence_async_shared``).
+    """
     if C.BIAS_STAGES > 0:
         consumer_release(pipe.empty, count, C.BIAS_STAGES)

@@ -136,7 +136,6 @@ def overlap_blocks(state, count, step, slope_log2, view, args, smem, ENDS: gl.co
             words = bits_of_step(step, view, QUERIES, C)
         consumer_wait(smem.q.full, count, C.Q_STAGES)
         consumer_wait(smem.dout.full, count, C.DOUT_STAGES)
-        await_bias(smem.bias, count, C)
     if ENDS:
         dscores = (probs * dprobs).to(DTYPE)
         smem.dscores.tiles.index((last & 1) * C.CONSUMERS + WG).store(dscores)
@@ -144,7 +143,9 @@ def overlap_blocks(state, count, step, slope_log2, view, args, smem, ENDS: gl.co
         consumer_release(smem.dscores.full, last, 2)
         dout = dout_tiles.index(last % C.DOUT_STAGES).reshape([QUERIES, C.WIDTH])
         dv_pending = warpgroup_mma(left_probs, dout, dv, is_async=True)
+        release_bias(smem.bias, last, C)
     if BEGINS:
+        await_bias(smem.bias, count, C)
         k = kv.k_tiles.index(kv_index).reshape([64, C.WIDTH])
         scores_pending = issue_s_or_dp(k, q_tiles, smem.row_stats, count, count % C.Q_STAGES, SCORES, C)
     if ENDS:
@@ -176,8 +177,6 @@ def overlap_blocks(state, count, step, slope_log2, view, args, smem, ENDS: gl.co
     if ENDS:
         consumer_release(smem.dout.empty, last, C.DOUT_STAGES)
         consumer_release(smem.q.empty, last, C.Q_STAGES)
-    if BEGINS:
-        release_bias(smem.bias, count, C)
     return State(probs, left_probs, dprobs, dk, dv)
 
 
