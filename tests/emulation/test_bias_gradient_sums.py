@@ -8,6 +8,7 @@ import torch
 from conformance.calls import assert_gradients_within_budget, forward_and_backward, operands_of, problem_of
 from tilewise import attention, window
 from tilewise.backends import triton
+from tilewise.backends._support import bias_gradients
 from tilewise.backends.base import Needs
 from tilewise.kernels.triton.bias_gradient import BiasGradientSums
 from tilewise.kernels.triton.launch import Launch
@@ -54,12 +55,12 @@ def dtype(device):
 @pytest.fixture(params=["on_the_way", "by_its_own_kernel"])
 def is_on_the_way(request, monkeypatch):
     """Either way where both can: on the way a launch need not fill the device."""
-    found = triton.dbias_launches
+    found = bias_gradients.dbias_launches
     monkeypatch.setattr("tilewise.tuning.heuristics_triton.FILLING", 1)
     if request.param != "on_the_way":
-        monkeypatch.setattr(triton, "dbias_launches", lambda *_: 0)
+        monkeypatch.setattr(bias_gradients, "dbias_launches", lambda *_: 0)
     clear_caches()
-    yield triton.dbias_launches is found
+    yield bias_gradients.dbias_launches is found
     clear_caches()
 
 
@@ -85,8 +86,8 @@ def test_dq_has_the_same_bits_whichever_way_the_bias_has_its_gradient(monkeypatc
     monkeypatch.setattr("tilewise.tuning.heuristics_triton.FILLING", 1)
     inputs = make_inputs(PLAIN, dtype, device)
     found = []
-    for entries in (triton.dbias_launches, lambda *_: 0):
-        monkeypatch.setattr(triton, "dbias_launches", entries)
+    for entries in (bias_gradients.dbias_launches, lambda *_: 0):
+        monkeypatch.setattr(bias_gradients, "dbias_launches", entries)
         clear_caches()
         found.append(forward_and_backward(triton.backend, PLAIN, inputs, deterministic=True).dq)
     clear_caches()
@@ -182,7 +183,7 @@ def test_entries_are_taken_at_once_where_they_see_the_same_tiles(case, is_alike,
     """Their loops are one; what hides pairs within a tile is each entry's own."""
     monkeypatch.setattr("tilewise.tuning.heuristics_triton.FILLING", 1)
     asked = []
-    monkeypatch.setattr(triton, "entries_config", lambda *_: asked.append(True))
+    monkeypatch.setattr(bias_gradients, "entries_config", lambda *_: asked.append(True))
     clear_caches()
     plan_of(case, device, dtype, Needs(dbias=True))
     clear_caches()
