@@ -161,7 +161,7 @@ def test_the_kernel_gets_slopes_and_so_does_the_one_behind_it(config, d, incomin
     launch, asked = bound_backward(with_slopes(problem, slopes), config, 132, incoming, allocate), []
     launch.enqueue_augmented_k = lambda addresses, arguments, alike: asked.append((addresses, arguments()))
     launch.enqueue = launch.enqueue_augmented_k
-    launch(q, k, v, dout, lse, delta, q.clone(), k.clone(), v.clone(), *(None,) * 7, slopes)
+    launch(q, k, v, dout, lse, delta, q.clone(), k.clone(), v.clone(), *(None,) * 7, slopes, None)
     (_, arguments), (_, of_kernel) = asked
     assert arguments[4] == HeadSlopes(slopes, 0, 1)
     assert arguments[5].shape == (2, 2, 320, 16)

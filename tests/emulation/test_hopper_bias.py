@@ -21,6 +21,7 @@ from emulation.backward_calls import (
     with_true_lse,
 )
 from emulation.hopper_calls import bound_backward
+from tilewise.kernels.enqueue import addresses_in
 from tilewise.kernels.hopper.arguments import BackwardPointers
 from tilewise.kernels.hopper.backward.config import (
     D64Variant,
@@ -158,3 +159,32 @@ def test_a_bias_that_is_released_before_it_is_fenced_is_found(config, d, monkeyp
     monkeypatch.setattr(backward_on_cpu.gluon_on_cpu, "PATIENCE", 0.5)  # of the partitions that wait for the failed one
     with pytest.raises(AssertionError, match="no fence between threads"):
         hold(MASKS["full"], config, d)
+
+
+@pytest.mark.parametrize(("config", "d"), [(HEAD_PERSISTENT, 64), (WIDE_HEAD_PERSISTENT, 128), (
+    HopperD128Config(), 128)], ids=str)
+def test_a_call_hands_over_the_addresses_of_its_arguments(config, d):
+    problem, tensors = call_of(*NONE_AHEAD["fewer_keys"], (d, d))
+    bias, slopes = bias_of(problem, 2, problem.hq), SLOPES["entries"]
+    problem = with_bias(with_slopes(problem, slopes), bias)
+    queries, keys = problem.seeing_queries, problem.seen_keys
+
+    def whole(rows, length, seen):
+        return torch.nn.functional.pad(rows, (0, 0, seen.start, length - seen.stop)) if rows.ndim == 4 else (
+            torch.nn.functional.pad(rows, (seen.start, length - seen.stop)))
+
+    q, k, v, dout, lse, delta = (whole(rows, *(
+        (problem.sk, keys) if i in (1, 2) else (problem.sq, queries))) for i, rows in enumerate(tensors))
+    launch = bound_backward(problem, config, 132, None, lambda sizes, strides, dtype: torch.empty_strided(
+        sizes, strides, dtype=dtype))
+    asked = []
+    launch.enqueue = lambda addresses, arguments, alike: asked.append((addresses, arguments(), alike))
+    launch.enqueue_augmented_k = launch.enqueue_dq = lambda *_, **__: None
+    launch(q, k, v, dout, lse, delta, q.clone(), k.clone(), v.clone(), *[None] * 7, slopes, bias)
+    ((addresses, arguments, alike),) = asked
+    assert list(addresses) == addresses_in(arguments)
+    assert not alike, "the alignment of operands may change from call to call"
+    assert arguments[5].base.data_ptr() == bias[:, :, queries.start:].data_ptr()
+    (pointers,) = (argument for argument in arguments if isinstance(argument, BackwardPointers))
+    assert pointers.slopes is slopes
+    assert (pointers.delta is None) == config.augmented_k
