@@ -475,7 +475,7 @@ def run(kernel, modules, grid, arguments, constants, together=1):
             "coalesced_layout": lambda *_: None, "named_barrier_sync": lambda number: _own.program.meet(number),
             "_named_barrier": lambda *turn: _own.program.turns(*turn),
             "warpgroup_mma": _multiply, "warpgroup_mma_wait": wait_for_products,
-            "optimization_barrier": lambda number: number, "warp_uniform": lambda number: number,
+            "optimization_barrier": lambda number: number,
             "make_barriers": lambda number, arrivals: SimpleNamespace(
                 index=[Barrier(arrivals) for _ in range(number)].__getitem__),
             "mbarrier": SimpleNamespace(

@@ -132,16 +132,6 @@ def optimization_barrier(number):
 
 
 @gluon.jit
-def warp_uniform(number):
-    """Return a number that is the same in all lanes of a warp, and let the compiler know that it is: the first lane's.
-
-    What is computed of it is kept in uniform registers: a wait then asks once for the warp, by one address.
-    """
-    return gl.inline_asm_elementwise("shfl.sync.idx.b32 $0, $1, 0, 31, 0xFFFFFFFF;", "=r,r", [number], dtype=gl.int32,
-                                     is_pure=False, pack=1)
-
-
-@gluon.jit
 def scheduling_fence(number):
     """Return a sum of exponentials, and keep what computes it above a wait that follows in the source.
 

@@ -6,11 +6,6 @@ ldmatrix hands out just that (``.trans``, by Triton's own load of the transposed
 16 registers until the scores are there. A float32 bias, for which there is no such instruction, is read number by
 number.
 
-ldmatrix is one operation of a whole warp, so the warp must have left the loop of the wait as one. So the wait comes
-before the block's S is issued, ldmatrix behind that. And it asks by one address for the warp: the count that says which
-mbarrier it is goes through ``warp_uniform``, without which ptxas 12.8 keeps it in a register of each thread up to 64
-columns.
-
 TMA writes a stage again that threads have read, and an mbarrier alone does not order the two, which reach shared memory
 by different ways: a fence must stand between ldmatrix and the release. That of dS, which comes later, is one.
 """
@@ -27,7 +22,6 @@ from tilewise.kernels.hopper.pipeline import (
     consumer_wait,
     make_barriers,
     producer_acquire,
-    warp_uniform,
 )
 from tilewise.kernels.hopper.softmax import LOG2E
 
@@ -65,7 +59,7 @@ def load_bias(bias, pipe, count, place, first_key, C: gl.constexpr):
 def await_bias(pipe, count, C: gl.constexpr):
     """Consumer: wait for the bias of iteration ``count``, before any MMA of its block is issued."""
     if C.BIAS_STAGES > 0:
-        consumer_wait(pipe.full, warp_uniform(count), C.BIAS_STAGES)
+        consumer_wait(pipe.full, count, C.BIAS_STAGES)
 
 
 @gluon.jit
