@@ -261,8 +261,10 @@ def prepare_hopper(request):
         settings = dict(request["config"])
         config = BACKWARD_CONFIGS[settings.pop("kernel")](**settings)
         strides, plan = plan_of(replace(problem, direction="backward"), config.block_n // 64, 1)
-        launch = backward_launch(problem, config, backward_schedule(problem, config), problem.q_strides, 132,
-                                 plan=strides)
+        schedule = backward_schedule(problem, config, request.get("group_splits", 1))
+        launch = backward_launch(problem, config, schedule, problem.q_strides, 132, plan=strides)
+        if schedule.group_splits > 1:
+            launch, written[1:3] = launch.launch, [torch.empty_strided(*form) for form in launch.forms]
         taken, data = (q, k, v, out, rows, rows), (*lengths, operands.seed, *plan, operands.alibi_slopes)
         if config.kernel == "d256":
             launch = launch.dq if request["part"] == "dq" else launch.dkdv

@@ -191,17 +191,22 @@ def bound(request):
     else:
         config = backward_heuristic(problem)
         strides, plan = plan_of(replace(problem, direction="backward"), config.block_n // 64, 1)
-        launch = backward_launch(problem, config, backward_schedule(problem, config), problem.q_strides, 132,
-                                 plan=strides)
+        schedule = backward_schedule(problem, config, request.get("group_splits", 1))
+        whole = launch = backward_launch(problem, config, schedule, problem.q_strides, 132, plan=strides)
+        if schedule.group_splits > 1:
+            launch = whole.launch
         gradients, data = (torch.empty_like(like, dtype=problem.out_dtype) for like in (q, k, v)), (
             *operands.lengths, operands.seed, *plan, operands.alibi_slopes)
         tensors = (q, k, v, out, rows, rows.clone(), *gradients)
         counter = torch.empty(1, dtype=torch.int32)
         parts = [getattr(launch, name).enqueue for name in ("dkdv", "dq") if hasattr(launch, name)] or [
             launch.enqueue, launch.enqueue_augmented_k, launch.enqueue_dq]
-        launch.allocate = lambda sizes, strides, dtype: torch.empty_strided(sizes, strides, dtype=dtype)
+        if whole is not launch:
+            parts.append(whole.enqueue_sum)
+        launch.allocate = whole.allocate = lambda sizes, strides, dtype: torch.empty_strided(
+            sizes, strides, dtype=dtype)
         with patch.object(launch_backward, "counter_of", lambda device: counter):
-            yield parts, lambda: launch(*tensors, *data) if any(tensor is not None for tensor in data) else launch(
+            yield parts, lambda: whole(*tensors, *data) if any(tensor is not None for tensor in data) else whole(
                 *tensors)
 
 

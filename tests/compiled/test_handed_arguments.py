@@ -30,6 +30,10 @@ CALLS = {
     "backward with dropout": {"kernel": "hopper_backward", "d": 64, "mask": CAUSAL, "options": ["seed"]},
     "backward, d 192 and 128": {"kernel": "hopper_backward", "d": 192, "dv": 128, "mask": CAUSAL},
     "backward, d 256": {"kernel": "hopper_backward", "d": 256, "mask": CAUSAL},
+    "backward, groups split": {"kernel": "hopper_backward", "d": 128, "mask": CAUSAL, "heads": (8, 2),
+                               "group_splits": 4},
+    "backward, d 256, groups split": {"kernel": "hopper_backward", "d": 256, "mask": CAUSAL, "heads": (4, 2),
+                                      "group_splits": 2},
     "forward in float32": {"kernel": "hopper_forward", "d": 128, "mask": CAUSAL, "float32_results": True},
     "backward in float32": {"kernel": "hopper_backward", "d": 128, "mask": CAUSAL, "float32_results": True},
     "backward, a head a program, in float32": {"kernel": "hopper_backward", "d": 64, "mask": CAUSAL,
@@ -42,7 +46,9 @@ CALLS = {
                                           "options": ["seed", "score:relative", "documents_q", "documents_k"]},
 }
 KERNELS = {"backward": ["hopper_augmented_k_kernel", "hopper_backward_d64_kernel", "hopper_dq_kernel"],
-           "backward, d 256": ["hopper_backward_d256_kernel", "hopper_dq_d256_kernel"]}
+           "backward, d 256": ["hopper_backward_d256_kernel", "hopper_dq_d256_kernel"],
+           "backward, groups split": ["hopper_augmented_k_kernel", "hopper_backward_kernel", "hopper_dq_kernel",
+                                      "hopper_sum_splits_kernel"]}
 
 
 def handed(version, name):

@@ -33,17 +33,26 @@ CONSTANTS = {(module, "QUERIES"): 64 for module in MODULES if hasattr(module, "Q
     (d64, "ZERO"): 0, (d64, "ONE"): 1} | plan_on_cpu.plan_constants(MODULES)
 
 
-def differentiate(problem, tensors, config, num_sms, together, plan=None, borders=None, slopes=None, added=None):
+def filled_splits(launch):
+    """What splits write dk and dv to, of all keys: NaN."""
+    return [torch.empty_strided(*form).fill_(float("nan")) for form in launch.forms]
+
+
+def differentiate(problem, tensors, config, num_sms, together, plan=None, borders=None, slopes=None, added=None,
+                  group_splits=1):
     """Return dq before it is scaled, dk and dv.
 
     together: how many CTAs run at once. plan: lists, bits and strides of a mask that is no band. borders: cu_seqlens of
     queries and keys, of packed sequences; dq is then left in the accumulator's order. slopes: ALiBi's. added: a bias.
+    group_splits: as of a schedule; dk and dv are then those of splits.
     """
     lists, bits, strides = (None, None, None) if plan is None else plan
-    launch = bound_backward(problem, config, num_sms, plan=strides)
-    assert not (config.dynamic_tiles or config.head_persistent) or launch.grid[0] <= num_sms
+    launch = bound_backward(problem, config, num_sms, plan=strides, group_splits=group_splits)
     q, k, v, dout, lse, delta = tensors
     dq, dk, dv = (torch.full_like(tensor, float("nan"), dtype=problem.out_dtype) for tensor in (q, k, v))
+    if group_splits > 1:
+        launch, (dk, dv) = launch.launch, filled_splits(launch)
+    assert not (config.dynamic_tiles or config.head_persistent) or launch.grid[0] <= num_sms
     is_set_first = config.head_persistent or config.deterministic
     whole = torch.full((math.prod(launch.accum_shape),), float("nan") if is_set_first else 0.0)
     accum, semaphores = whole.split([launch.accum_rows * 256, whole.numel() - launch.accum_rows * 256])

@@ -29,9 +29,9 @@ def bound_forward(problem, config, num_sms=132, pack_gqa=1, split_kv=None, plan=
     return HopperForward(problem, config, schedule, num_sms, plan)
 
 
-def bound_backward(problem, config, num_sms=132, incoming=None, allocate=None, plan=None):
+def bound_backward(problem, config, num_sms=132, incoming=None, allocate=None, plan=None, group_splits=1):
     """The backward kernels of a config, likewise."""
-    schedule = backward_schedule(problem, config)
+    schedule = backward_schedule(problem, config, group_splits)
     return backward_launch(problem, config, schedule, problem.q_strides, num_sms, incoming, allocate, plan)
 
 

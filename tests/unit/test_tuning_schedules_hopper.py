@@ -40,6 +40,7 @@ def problem_of(s=4096, d=128, heads=(32, 8), mask=None, dtype=torch.bfloat16):
     (HopperBackwardSchedule, {"kv_heads_per_swizzle": 0}, "kv_heads_per_swizzle=0; allowed is 1 or more."),
     (HopperBackwardSchedule, {"kv_heads_per_swizzle": 1, "dq_heads_per_swizzle": -1},
      "dq_heads_per_swizzle=-1; allowed is 1 or more."),
+    (HopperBackwardSchedule, {"kv_heads_per_swizzle": 1, "group_splits": 0}, "group_splits=0; allowed is 1 or more."),
 ])
 def test_an_illegal_schedule_cannot_be_constructed(kind, settings, message):
     legal = {} if kind is HopperBackwardSchedule else {"heads_per_swizzle": 1}

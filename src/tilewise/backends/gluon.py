@@ -17,6 +17,7 @@ from tilewise.backends._support.triton import precision_of
 from tilewise.backends.base import BoundBackward, BoundForward, Gradients, Needs, Results, Saved, Three
 from tilewise.kernels.hopper.backward.launch import HopperBackward
 from tilewise.kernels.hopper.backward.launch_d256 import HopperBackwardApart, backward_launch
+from tilewise.kernels.hopper.backward.launch_splits import HopperBackwardOfSplits
 from tilewise.kernels.hopper.forward.launch import NO_PLAN, HopperForward
 from tilewise.kernels.triton.arguments import Modifiers
 from tilewise.kernels.triton.launch import Launch, modifiers_of, takes_descriptors
@@ -27,6 +28,7 @@ from tilewise.support.caches import registered
 from tilewise.tuning.device import device_spec
 from tilewise.tuning.select import (
     backward_schedule,
+    choose_group_splits,
     delta_config,
     forward_schedule,
     hopper_backward_config,
@@ -189,7 +191,7 @@ class _BackwardPlan:
     allocate: Allocate
     forms: tuple[Form, Form, Form, Form]
     delta: Launch
-    launch: HopperBackward | HopperBackwardApart
+    launch: HopperBackward | HopperBackwardApart | HopperBackwardOfSplits
     fixed: Modifiers | None
     planner: "MaskPlanner | None"
     again: "Launch | BiasGradientSums | None"
@@ -253,8 +255,9 @@ def _backward_plan(problem: AttentionProblem, incoming: tuple[Sizes, Sizes, Size
     has_operands = bool(problem.sequences.are_data or scores.sinks or scores.mask or scores.documents_q
                         or scores.alibi_slopes or scores.bias or (scores.mask_function and scores.mask_function.dtypes))
     planner = planner_of(problem, rows=config.block_n // 64, columns=1)
+    schedule = backward_schedule(problem, config, choose_group_splits(problem, config, num_sms))
     return _BackwardPlan(allocator(problem.device), forms, delta_launch(problem, delta_config(problem), *incoming),
-                         backward_launch(problem, config, backward_schedule(problem, config), strides[0], num_sms,
+                         backward_launch(problem, config, schedule, strides[0], num_sms,
                                          (out_strides, dout_strides) if nobody_else else None,
                                          allocator(problem.device), None if planner is None else planner.strides),
                          None if has_operands else modifiers_of(problem, NO_OPERANDS), planner,

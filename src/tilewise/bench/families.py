@@ -47,7 +47,8 @@ def family_of(case: str) -> str:
 
 
 # Shapes of models: Gemma 2 (softcap 50, windows of 4096 keys), gpt-oss (windows of 128 keys, sinks, 64 heads on 8, and
-# an eighth of them), DeepSeek-V3 (head dims 192 and 128), cross attention to the 77 tokens of CLIP.
+# an eighth of them), DeepSeek-V3 (head dims 192 and 128), cross attention to the 77 tokens of CLIP; of grouped heads
+# Llama 3 and an eighth of them by tensor parallelism, Qwen 2 (28 on 4, 14 on 2), Gemma 3 (4 on 1).
 def _softcap(d: int) -> Iterable[Case]:
     return (square_case(4, (8, 4), 1024, d, CAUSAL, "bshd"), square_case(2, (16, 8), 4096, d, CAUSAL, "bshd"),
             square_case(1, (8, 4), 8192, d, CAUSAL, "bshd"), square_case(1, (16, 8), 8192, d, _window(4096), "bshd"))
@@ -59,9 +60,11 @@ def _short_window() -> Iterable[Case]:
 
 
 def _grouped_heads() -> Iterable[Case]:
-    return (square_case(b, heads, s, 128, mask, "bshd")
-            for b, heads, s, mask in ((4, (32, 8), 1024, CAUSAL), (2, (28, 4), 2048, CAUSAL), (2, (32, 8), 2048, FULL),
-                                      (1, (64, 8), 4096, CAUSAL)))
+    return (square_case(b, heads, s, d, mask, "bshd")
+            for b, heads, s, d, mask in (
+                (4, (32, 8), 1024, 128, CAUSAL), (2, (28, 4), 2048, 128, CAUSAL), (2, (32, 8), 2048, 128, FULL),
+                (1, (64, 8), 4096, 128, CAUSAL), (1, (16, 2), 4096, 128, CAUSAL), (2, (14, 2), 2048, 64, CAUSAL),
+                (1, (4, 1), 4096, 256, CAUSAL)))
 
 
 def _odd_lengths() -> Iterable[Case]:

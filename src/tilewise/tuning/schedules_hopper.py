@@ -49,15 +49,17 @@ def schedule_on_grid(problem: AttentionProblem, config: HopperForwardConfig, pac
         sink_block_first=frozen_max and problem.is_banded and problem.dtype is torch.float16)
 
 
-def backward_schedule(problem: AttentionProblem, config: HopperBackwardConfig) -> HopperBackwardSchedule:
-    """Choose which heads are scheduled together; CTAs that own a head take no others."""
+def backward_schedule(problem: AttentionProblem, config: HopperBackwardConfig,
+                      group_splits: int = 1) -> HopperBackwardSchedule:
+    """Choose which heads are scheduled together; CTAs that own a head take no others, and no part of its group."""
     if config.head_persistent:
         return HopperBackwardSchedule(kv_heads_per_swizzle=1)
     width = sum(config.columns(problem)[0])
     if config.kernel is BackwardKernel.D256:
-        return HopperBackwardSchedule(kv_heads_per_swizzle(problem, width, 0), heads_per_swizzle(problem))
+        return HopperBackwardSchedule(kv_heads_per_swizzle(problem, width, 0), heads_per_swizzle(problem),
+                                      group_splits)
     least = _LEAST_DETERMINISTIC if config.deterministic and problem.mask.right is not None else 1
-    return HopperBackwardSchedule(kv_heads_per_swizzle(problem, width, 4, least))
+    return HopperBackwardSchedule(kv_heads_per_swizzle(problem, width, 4, least), group_splits=group_splits)
 
 
 def _softmax_parts(problem: AttentionProblem, config: HopperForwardConfig, frozen_max: bool) -> int:

@@ -4,7 +4,8 @@ A table's row decides where one was measured (table.py, tables/<device>/), else 
 
 * Triton: :func:`triton_config`, else heuristics_triton.py, which also has what no table is made of.
 * Hopper: :func:`hopper_forward_config` and :func:`hopper_backward_config`, else heuristics_hopper.py, which asks
-  wave_model.py and ctas_per_head.py; then schedules_hopper.py says how a kernel goes through a call with that tile.
+  wave_model.py and ctas_per_head.py; then schedules_hopper.py says how a kernel goes through a call with that tile,
+  and group_splits.py among how many of them the backward pass splits a group of query heads.
 * CUDA in float32 and decoding have no tables: heuristics_cuda.py, heuristics_decode.py.
 """
 
@@ -12,6 +13,7 @@ from tilewise.kernels.hopper.backward.config import HopperBackwardConfig
 from tilewise.kernels.hopper.forward.config import HopperForwardConfig
 from tilewise.problem import AttentionProblem
 from tilewise.tuning.device import DeviceSpec
+from tilewise.tuning.group_splits import choose_group_splits
 from tilewise.tuning.heuristics_cuda import CUDA_DELTA, CUDA_SPLIT, backward_kernels, cuda_config
 from tilewise.tuning.heuristics_decode import choose_splits, decode_config
 from tilewise.tuning.heuristics_hopper import NUM_SMS, backward_heuristic, forward_heuristic, hopper_dbias_config
@@ -31,7 +33,8 @@ from tilewise.tuning.table import backward_config_of, forward_config_of, hopper_
 __all__ = [
     "triton_config", "wants_descriptors", "split_dkdv", "single_tile_config", "delta_config", "dbias_launches",
     "entries_config",
-    "hopper_forward_config", "forward_schedule", "hopper_backward_config", "backward_schedule", "hopper_dbias_config",
+    "hopper_forward_config", "forward_schedule", "hopper_backward_config", "backward_schedule", "choose_group_splits",
+    "hopper_dbias_config",
     "cuda_config", "backward_kernels", "CUDA_DELTA", "CUDA_SPLIT",
     "decode_config", "choose_splits",
 ]

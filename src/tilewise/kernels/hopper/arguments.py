@@ -185,7 +185,8 @@ class BackwardNumbers(NamedTuple):
     """The numbers of a backward launch. group, num_sequences, plan, diagonal: as in ForwardNumbers.
 
     slopes_b, slopes_h: strides of ALiBi's slopes, in elements, 0 along a dim that is shared. Without ALiBi these and
-    diagonal are None. bias: a BiasPlace, or None.
+    diagonal are None. bias: a BiasPlace, or None. group_splits: where a group's query heads are split among tiles, how
+    many heads of dk and dv each head of k has, which grid and group then count, else None.
     """
 
     grid: Any
@@ -199,6 +200,7 @@ class BackwardNumbers(NamedTuple):
     slopes_h: Any = None
     diagonal: Any = None
     bias: Any = None
+    group_splits: Any = None
 
 
 class RowStats(NamedTuple):

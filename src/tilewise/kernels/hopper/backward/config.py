@@ -371,15 +371,23 @@ class HopperBackwardSchedule:
         kv_heads_per_swizzle: kv heads whose tiles are scheduled together, so that q, dout and the dQ accumulator of
             their query heads stay in L2; 1 where CTAs own heads.
         dq_heads_per_swizzle: of hopper_dq_d256_kernel, query heads whose keys and values stay in L2.
+        group_splits: among how many tiles of the same keys the query heads of a group are split, a divisor of their
+            number. Each counts as a kv head above, and writes dk and dv in float32; their sums follow.
     """
 
     kv_heads_per_swizzle: int
     dq_heads_per_swizzle: int = 1
+    group_splits: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("kv_heads_per_swizzle", "dq_heads_per_swizzle"):
+        for name in ("kv_heads_per_swizzle", "dq_heads_per_swizzle", "group_splits"):
             if getattr(self, name) < 1:
                 raise InvalidInput(f"{name}={getattr(self, name)}; allowed is 1 or more.")
+
+    @property
+    def kv_head_divisor(self) -> int | None:
+        """By what a kernel divides a head of dk and dv to find its head of k; None: they are the same."""
+        return None if self.group_splits == 1 else self.group_splits
 
 
 @dataclass(frozen=True, slots=True)

@@ -484,7 +484,8 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, lse, delta_or_bias
     if C.BIAS_STAGES > 0:
         delta_ptr = pointers.delta
         bias = Bias(delta_or_bias, numbers.bias.own_batch, numbers.bias.own_head, numbers.bias.first_key)
-    args = Args(Inputs(q_desc, k_desc, v_desc, dout_desc, lse, delta_ptr, settings.delta_scale, bias),
+    args = Args(Inputs(q_desc, k_desc, v_desc, dout_desc, lse, delta_ptr, settings.delta_scale, bias,
+                       numbers.group_splits),
                 Outputs(dk_desc, dv_desc, pointers.dk, pointers.dv),
                 DQTarget(accum, workspace_ptr, workspace_ptr, dq_desc, scales.gradient), grid, numbers.bounds,
                 numbers.group, scales,

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tilewise.kernels.hopper.backward.d128 import SCORE_LAYOUT, hide_probs, write_gradient
 from tilewise.kernels.hopper.backward.d256_types import Args, Inputs, KVTiles, Outputs, Smem
-from tilewise.kernels.hopper.backward.producers import fetch_row_stats, put_row_stats
+from tilewise.kernels.hopper.backward.producers import fetch_row_stats, kv_head_of, put_row_stats
 from tilewise.kernels.hopper.backward.types import Pipe
 from tilewise.kernels.hopper.compat import tma_load, tma_store_wait
 from tilewise.kernels.hopper.mask_ranges import (
@@ -69,7 +69,7 @@ def load(args, smem, C: gl.constexpr):
     blocks = q_blocks_of(tile.first, bounds, C)
     NC: gl.constexpr = C.CONSUMERS
     for i in gl.static_range(NC):
-        place = (tile.batch, tile.head, tile.first + i * 64)
+        place = (tile.batch, kv_head_of(tile, inputs), tile.first + i * 64)
         load_chunks(inputs.k, kv.k_tiles, i, place, kv.full.index(2 * i))
         load_chunks(inputs.v, kv.v_tiles, i, place, kv.full.index(2 * i + 1))
     count = 0
@@ -262,7 +262,7 @@ def hopper_backward_d256_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, 
     """
     PROBS_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])  # float32: no bank conflicts
     inputs = Inputs(as_tuple(q_desc, q_rest), as_tuple(k_desc, k_rest), as_tuple(v_desc, v_rest),
-                    as_tuple(dout_desc, dout_rest), rows.lse, rows.delta)
+                    as_tuple(dout_desc, dout_rest), rows.lse, rows.delta, numbers.group_splits)
     k_tiles = allocate_stages(inputs.k, 1)
     v_tiles = allocate_stages(inputs.v, 1)
     q_tiles = allocate_stages(inputs.q, C.Q_STAGES)

@@ -42,7 +42,10 @@ class DQConfig(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What is loaded: of q, k, v and dout a TMA descriptor for each chunk of columns, of lse and delta pointers."""
+    """What is loaded: of q, k, v and dout a TMA descriptor for each chunk of columns, of lse and delta pointers.
+
+    group_splits: as in BackwardNumbers.
+    """
 
     q: Any
     k: Any
@@ -50,6 +53,7 @@ class Inputs(NamedTuple):
     dout: Any
     lse: Any
     delta: Any
+    group_splits: Any = None
 
 
 class Outputs(NamedTuple):

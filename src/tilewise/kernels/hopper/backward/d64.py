@@ -60,7 +60,7 @@ from tilewise.kernels.hopper.backward.dq_accum import (
 )
 from tilewise.kernels.hopper.backward.kv_tile_assignment import tile_of_cta, tiles_of_cta
 from tilewise.kernels.hopper.backward.mmas import DPROBS, SCORES, issue_dq, issue_s_or_dp
-from tilewise.kernels.hopper.backward.producers import load_dout, load_queries
+from tilewise.kernels.hopper.backward.producers import kv_head_of, load_dout, load_queries
 from tilewise.kernels.hopper.backward.types import Alibi, Args, Bias, Inputs, Outputs, Pipe
 from tilewise.kernels.hopper.compat import tma_load, tma_store_wait
 from tilewise.kernels.hopper.mask_plan import (
@@ -199,12 +199,11 @@ def load_tile(args, smem, tile_count, tile, count, C: gl.constexpr):
     producer_acquire(kv.empty, tile_count, C.KV_STAGES)
     stage = tile_count % C.KV_STAGES
     mbarrier.expect(kv.full.index(stage), NC * (inputs.k.block_type.nbytes + inputs.v.block_type.nbytes))
+    head = kv_head_of(tile, inputs)
     for i in gl.static_range(NC):
         index = stage * NC + i
-        tma_load(inputs.k, [tile.batch, tile.head, tile.first + i * 64, 0], kv.full.index(stage),
-                 kv.k_tiles.index(index))
-        tma_load(inputs.v, [tile.batch, tile.head, tile.first + i * 64, 0], kv.full.index(stage),
-                 kv.v_tiles.index(index))
+        tma_load(inputs.k, [tile.batch, head, tile.first + i * 64, 0], kv.full.index(stage), kv.k_tiles.index(index))
+        tma_load(inputs.v, [tile.batch, head, tile.first + i * 64, 0], kv.full.index(stage), kv.v_tiles.index(index))
     for member in range(args.group):
         for step in range(blocks.count):
             place = (tile.batch, tile.head * args.group + member, q_block_start(step, blocks, C), 0)
@@ -473,7 +472,7 @@ def hopper_backward_d64_kernel(q_desc, k_desc, v_desc, dout_desc, columns_desc, 
     bias = ()
     if C.BIAS_STAGES > 0:
         bias = Bias(bias_desc, numbers.bias.own_batch, numbers.bias.own_head, numbers.bias.first_key)
-    args = Args(Inputs(q_desc, k_desc, v_desc, dout_desc, columns_desc, None, None, bias),
+    args = Args(Inputs(q_desc, k_desc, v_desc, dout_desc, columns_desc, None, None, bias, numbers.group_splits),
                 Outputs(dk_desc, dv_desc, None, None),
                 DQTarget(accum, workspace_ptr, workspace_ptr, dq_desc, scales.gradient), grid, numbers.bounds,
                 numbers.group, scales, None, None, tile, workspace_ptr,

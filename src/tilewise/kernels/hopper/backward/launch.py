@@ -66,7 +66,7 @@ class HopperBackward:
         self.kernel, constants = _kernel_of(problem, config)
         self.describe = TensorDescriptor
         self.config = config
-        self.allocate = allocate or _allocator(problem.device)
+        self.allocate = allocate or allocator_on(problem.device)
         self.queries, self.keys = problem.seeing_queries, problem.seen_keys
         self.reads_all = len(self.queries) == problem.sq and len(self.keys) == problem.sk
         chunks, sq, block = config.columns(problem), len(self.queries), int(QUERIES)
@@ -87,7 +87,7 @@ class HopperBackward:
                             Scales(_gradient_scale(problem), *scaling_of(problem)), count,
                             dropout_of(problem, problem.seeing_queries.start),
                             None if plan is None else PlanNumbers(*plan), *_alibi_of(problem),
-                            _place_of_bias(problem)),
+                            _place_of_bias(problem), schedule.kv_head_divisor),
             constants)
         self.has_bias = problem.scores.bias is not None
         self.forms = self._forms(problem, chunks)
@@ -284,7 +284,8 @@ def _heads_at_once(config: HopperBackwardConfig, num_sms: int) -> int:
     return num_sms // config.ctas_per_head
 
 
-def _allocator(device: torch.device) -> Allocate:
+def allocator_on(device: torch.device) -> Allocate:
+    """Return what makes memory on a device in PyTorch's way."""
     return lambda sizes, strides, dtype: torch.empty_strided(sizes, strides, dtype=dtype, device=device)
 
 

@@ -11,11 +11,13 @@ from tilewise.kernels.hopper.backward.config import HopperBackwardConfig, Hopper
 from tilewise.kernels.hopper.backward.launch import (
     Allocate,
     HopperBackward,
+    allocator_on,
     d256_kernel_config,
     gradient_form,
     input_form,
     rows_of,
 )
+from tilewise.kernels.hopper.backward.launch_splits import HopperBackwardOfSplits, problem_of_splits
 from tilewise.kernels.hopper.launch import OPTIONS, bounds_of, scaling_of
 from tilewise.problem import AttentionProblem, Sizes, legal_strides
 
@@ -23,11 +25,17 @@ from tilewise.problem import AttentionProblem, Sizes, legal_strides
 def backward_launch(problem: AttentionProblem, config: HopperBackwardConfig, schedule: HopperBackwardSchedule,
                     dq_strides: Sizes, num_sms: int, incoming: tuple[Sizes, Sizes] | None = None,
                     allocate: Allocate | None = None,
-                    plan: Sizes | None = None) -> "HopperBackward | HopperBackwardApart":
+                    plan: Sizes | None = None) -> "HopperBackward | HopperBackwardApart | HopperBackwardOfSplits":
     """Bind the backward kernels that a config is for to a problem. The rest: see :class:`HopperBackward`."""
+    launch: HopperBackward | HopperBackwardApart
     if config.kernel == "d256":
-        return HopperBackwardApart(problem, config, schedule)
-    return HopperBackward(problem, config, schedule, dq_strides, num_sms, incoming, allocate, plan)
+        launch = HopperBackwardApart(problem, config, schedule)
+    else:
+        launch = HopperBackward(problem_of_splits(problem, schedule.group_splits), config, schedule, dq_strides, num_sms,
+                                incoming, allocate, plan)
+    if schedule.group_splits == 1:
+        return launch
+    return HopperBackwardOfSplits(problem, launch, schedule.group_splits, allocate or allocator_on(problem.device))
 
 
 class HopperPart:
@@ -76,23 +84,28 @@ class HopperBackwardApart:
         self.takes_out = False
         self.queries, self.keys = problem.seeing_queries, problem.seen_keys
         self.reads_all = len(self.queries) == problem.sq and len(self.keys) == problem.sk
-        (of_q, of_v), (of_dq, of_dv) = ([[make(problem, size) for size in sizes] + [None] * (2 - len(sizes))
-                                         for sizes in config.columns(problem)] for make in (input_form, gradient_form))
+        of_splits = problem_of_splits(problem, schedule.group_splits)
+        (of_q, of_v), (of_dk, of_dv), (of_dq, _) = (
+            [[make(call, size) for size in sizes] + [None] * (2 - len(sizes)) for sizes in config.columns(problem)]
+            for make, call in ((input_form, problem), (gradient_form, of_splits), (gradient_form, problem)))
         sources = [of_q, of_q, of_v, of_v, [], []]
         bounds = bounds_of(problem)[:2]
         has_lower, has_upper = (bound is not None for bound in bounds)
         lower, upper = (0 if bound is None else bound + self.queries.start for bound in bounds)
         sq, sk = len(self.queries), len(self.keys)
-        rest = MaskBounds(sq, sk, lower, upper), problem.group, Scales(problem.scale, scaling_of(problem)[0])
+        mask, scales = MaskBounds(sq, sk, lower, upper), Scales(problem.scale, scaling_of(problem)[0])
         tiles, tiles_q = -(-sk // 64), -(-sq // 128)
         self.dkdv = HopperPart(
-            hopper_backward_d256_kernel, tiles * problem.b * problem.hk,
-            (BackwardNumbers(TileGrid(tiles, problem.hk, problem.b, schedule.kv_heads_per_swizzle), *rest),
+            hopper_backward_d256_kernel, tiles * problem.b * of_splits.hk,
+            (BackwardNumbers(TileGrid(tiles, of_splits.hk, problem.b, schedule.kv_heads_per_swizzle), mask,
+                             of_splits.group, scales,
+                             group_splits=schedule.kv_head_divisor),
              d256_kernel_config(problem, config)),
-            [*sources, of_dq, of_dv])
+            [*sources, of_dk, of_dv])
         self.dq = HopperPart(
             hopper_dq_d256_kernel, tiles_q * problem.b * problem.hq,
-            (BackwardNumbers(TileGrid(tiles_q, problem.hq, problem.b, schedule.dq_heads_per_swizzle), *rest),
+            (BackwardNumbers(TileGrid(tiles_q, problem.hq, problem.b, schedule.dq_heads_per_swizzle), mask,
+                             problem.group, scales),
              DQConfig(HAS_LOWER=has_lower, HAS_UPPER=has_upper)), [*sources, of_dq])
 
     def __call__(self, *tensors: Any) -> None:

@@ -117,16 +117,26 @@ def clear_queries(smem, count, cleared, begin, stop, C: gl.constexpr):
 
 
 @gluon.jit
+def kv_head_of(tile, inputs):
+    """Return the head of k and v that a tile reads: several heads of dk and dv share it where a group is split."""
+    head = tile.head
+    if inputs.group_splits is not None:
+        head = head // inputs.group_splits
+    return head
+
+
+@gluon.jit
 def load_kv(inputs, kv, tile, rows, C: gl.constexpr):
     """Producer: load K and V of each consumer, and zero the rows of those that are not seen."""
     NC: gl.constexpr = C.CONSUMERS
+    head = kv_head_of(tile, inputs)
     for i in gl.static_range(NC):
         key = tile.first + i * 64
         arrival = i
         if C.VARLEN:
             clears = (rows.k_begin > key) | (rows.k_end < key + 64)
             arrival = gl.where(clears, NC + i, i)
-        place = [tile.batch, tile.head, rows.row_k + key, 0]
+        place = [tile.batch, head, rows.row_k + key, 0]
         mbarrier.expect(kv.full.index(arrival), inputs.k.block_type.nbytes + inputs.v.block_type.nbytes)
         tma_load(inputs.k, place, kv.full.index(arrival), kv.k_tiles.index(i))
         tma_load(inputs.v, place, kv.full.index(arrival), kv.v_tiles.index(i))
@@ -145,16 +155,15 @@ def load_kv(inputs, kv, tile, rows, C: gl.constexpr):
 def load_next_kv(inputs, kv, tile, row_k, tile_count, C: gl.constexpr):
     """Producer: load V and K of each consumer when those of the tile before have been released, V first."""
     NC: gl.constexpr = C.CONSUMERS
+    head = kv_head_of(tile, inputs)
     for i in gl.static_range(NC):
         mbarrier.wait(kv.v_empty.index(i), (tile_count & 1) ^ 1)
         mbarrier.expect(kv.full.index(i), inputs.v.block_type.nbytes)
-        tma_load(inputs.v, [tile.batch, tile.head, row_k + tile.first + i * 64, 0], kv.full.index(i),
-                 kv.v_tiles.index(i))
+        tma_load(inputs.v, [tile.batch, head, row_k + tile.first + i * 64, 0], kv.full.index(i), kv.v_tiles.index(i))
     mbarrier.wait(kv.k_empty.index(0), (tile_count & 1) ^ 1)
     for i in gl.static_range(NC):
         mbarrier.expect(kv.full.index(i), inputs.k.block_type.nbytes)
-        tma_load(inputs.k, [tile.batch, tile.head, row_k + tile.first + i * 64, 0], kv.full.index(i),
-                 kv.k_tiles.index(i))
+        tma_load(inputs.k, [tile.batch, head, row_k + tile.first + i * 64, 0], kv.full.index(i), kv.k_tiles.index(i))
 
 
 @gluon.jit

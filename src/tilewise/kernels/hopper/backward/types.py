@@ -49,7 +49,7 @@ class Inputs(NamedTuple):
     """What the producer warp loads: q, k, v and dout as TMA descriptors, lse and delta as pointers.
 
     With C.AUGMENTED_K, lse: the descriptor of the extra columns, which hold delta too. delta_scale: with dropout what
-    delta is multiplied by, else None. bias: a Bias, or () without one.
+    delta is multiplied by, else None. bias: a Bias, or () without one. group_splits: as in BackwardNumbers.
     """
 
     q: Any
@@ -60,6 +60,7 @@ class Inputs(NamedTuple):
     delta: Any
     delta_scale: Any
     bias: Any = ()
+    group_splits: Any = None
 
 
 class Bias(NamedTuple):
