@@ -388,6 +388,10 @@ def _wrong_bias(problem: AttentionProblem) -> str | None:
     if bias.shape[2:] != (problem.sq, problem.sk):
         return (f"takes, in its backward pass, a bias of {problem.sq} queries and {problem.sk} keys, got one of "
                 f"{bias.shape[2]} and {bias.shape[3]}")
+    # Such a bias has its gradient of sums over queries or keys (OperandGradients), which no kernel here makes.
+    if 1 in bias.shape[2:]:
+        return ("takes, in its backward pass, a bias of more than one query and more than one key, got one of "
+                f"{bias.shape[2]} and {bias.shape[3]}")
     shared = tuple(1 if stride == 0 else size for size, stride in zip(bias.shape[:2], bias.strides[:2], strict=True))
     if not _moves((*shared, *bias.shape[2:]), bias.strides, bias.dtype.itemsize):
         return ("needs, in its backward pass, a bias with a last stride of 1 and others that are positive multiples of "
