@@ -103,7 +103,7 @@ def extra_columns_of(lse, delta, slopes=None):
             (lse, torch.inf), (delta, 0.0)))
         slopes = slopes.float()[..., None].expand(lse.shape)
         of_queries = -(lse + slopes * (torch.arange(lse.shape[-1]) % 64)) / SCALE
-        parts = [(0, of_queries.clamp(min=-1e30)), (3, -delta), (6, slopes / SCALE)]
+        parts = [(0, of_queries.masked_fill(lse.isinf(), -1e30)), (3, -delta), (6, slopes / SCALE)]
     columns = torch.zeros(*lse.shape, 16, dtype=torch.bfloat16)
     for first, rest in parts:
         for i in range(3):

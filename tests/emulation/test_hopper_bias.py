@@ -1,6 +1,7 @@
 """A bias in the Hopper backward kernels of heads up to 128: their source on the CPU, beside float64."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from emulation.backward_calls import (
     MASKS,
     NONE_AHEAD,
+    SCALE,
     SLOPES,
     alibi_of,
     bias_of,
@@ -31,8 +33,11 @@ from tilewise.kernels.hopper.backward.config import (
     HopperD128AugmentedKConfig,
     HopperD128Config,
 )
+from tilewise.masks import Mask, causal
+from tilewise.problem.options import OperandSpec
 
-backward_on_cpu = pytest.importorskip("emulation.backward_on_cpu", reason="Triton is not installed")
+backward_on_cpu, plan_on_cpu = (pytest.importorskip(f"emulation.{name}", reason="Triton is not installed") for name in (
+    "backward_on_cpu", "plan_on_cpu"))
 DYNAMIC, DETERMINISTIC, HEAD_PERSISTENT = (HopperD64Config(variant=variant) for variant in D64Variant)
 WIDE_DYNAMIC, WIDE_HEAD_PERSISTENT = (HopperD128AugmentedKConfig(variant=variant) for variant in D128AugmentedKVariant)
 S_AHEAD = HopperD128Config(s_ahead=True, variant=D128Variant.DQ_FROM_REGISTERS)
@@ -102,6 +107,50 @@ def test_a_bias_may_hide_keys_and_rows(config, d):
     assert hidden[:, :, 7].all()
     shown = (q, k, v, dout, lse.masked_fill(hidden, torch.inf), delta)
     compare(got, expected(problem, shown, taken_off=taken_off_by(problem, bias)))
+
+
+@pytest.mark.parametrize(("config", "d"), [*CONFIGS.values()], ids=CONFIGS)
+def test_a_bias_may_hide_rows_beside_slopes(config, d):
+    """Rows that alone are hidden, whole blocks, and the last block, behind which columns have no query."""
+    random.seed(0)
+    problem, tensors = call_of(*NONE_AHEAD["causal"], (d, d))
+    bias, slopes = bias_of(problem, 2, problem.hq), SLOPES["entries"]
+    for rows in (slice(7, 8), slice(60, 130), slice(-20, None)):
+        bias[:, :, rows] = -torch.inf
+    taken_off = alibi_of(problem, slopes) + taken_off_by(problem, bias)
+    problem = with_bias(with_slopes(problem, slopes), bias)
+    tensors = with_true_lse(problem, tensors, taken_off)
+    got = backward_on_cpu.differentiate(problem, tensors, config, 3, 3, slopes=slopes, added=bias)
+    compare(got, expected(problem, shown(tensors), taken_off=taken_off))
+
+
+@pytest.mark.parametrize(("config", "d"), [(DYNAMIC, 64), (WIDE_DYNAMIC, 128), (HopperD128Config(), 128), (
+    S_AHEAD, 64)], ids=str)
+def test_a_bias_is_added_in_lists_of_blocks(config, d):
+    """Of documents under a causal mask: NaN stands where a pair is hidden, and rows may be by the bias alone."""
+    random.seed(0)
+    torch.manual_seed(0)
+    starts = torch.tensor([0] * 90 + [1] * 130 + [2] * 80)
+    visible = causal().visible(300, 300)[None, None] & (starts[:, None] == starts)
+    spec = OperandSpec((1, 1, 300, 300), (90000, 90000, 300, 1), torch.bool)
+    problem, tensors = call_of(Mask(), (300, 300), (2, 1), (d, d), b=1)
+    bias = bias_of(problem, 1, 2).masked_fill(~visible, torch.nan)
+    bias = torch.nn.functional.pad(bias, (0, 4))[..., :300]
+    bias[:, :, 70:130] = -torch.inf
+    problem = with_bias(replace(problem, scores=problem.scores._replace(mask=spec)), bias)
+    q, k, v, dout, _, delta = tensors
+    scores = (SCALE * q.double() @ k.double().mT + bias.double()).masked_fill(~visible, -torch.inf)
+    tensors = q, k, v, dout, scores.logsumexp(-1).float(), delta
+    plan = plan_on_cpu.plan_of(visible, config.block_n // 64, 1, keys_first=True)
+    got = backward_on_cpu.differentiate(problem, tensors, config, 3, 3, plan, added=bias)
+    compare(got, expected(problem, shown(tensors), visible, -bias.double()))
+
+
+def shown(tensors):
+    """The tensors with an lse by which float64 has no probabilities where the bias hides a whole row."""
+    q, k, v, dout, lse, delta = tensors
+    assert (lse == -torch.inf).any()
+    return q, k, v, dout, lse.masked_fill(lse == -torch.inf, torch.inf), delta
 
 
 @pytest.mark.parametrize(("config", "d"), [(DYNAMIC, 64), (WIDE_DYNAMIC, 128), (HopperD128Config(), 128)], ids=str)
