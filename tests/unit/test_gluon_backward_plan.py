@@ -9,7 +9,7 @@ import torch
 from tilewise.backends import gluon
 from tilewise.masks import causal
 from tilewise.problem import AttentionProblem
-from tilewise.problem.options import OperandSpec, ScoreOptions
+from tilewise.problem.options import Operands, OperandSpec, ScoreOptions
 
 SHAPE, STRIDES = (1, 2, 64, 64), (8192, 4096, 64, 1)
 PROBLEM = AttentionProblem(b=1, hq=2, hk=2, sq=64, sk=64, d=64, dv=64, dtype=torch.float16,
@@ -66,16 +66,30 @@ def test_kernels_that_sum_gradients_of_operands_run_where_these_are_wanted(again
     assert all(given == wanted[name] for name, given in calls)
 
 
-@pytest.mark.parametrize("shape", [(2, 2, 8, 16), (1, 2, 8, 16)])
+@pytest.mark.parametrize("shape", [(2, 2, 8, 12), (1, 2, 8, 12)])
 def test_a_bias_that_begins_where_the_copy_engine_cannot_is_copied(shape):
-    """With the strides that it has, of which some are 0, and rows that lie apart."""
-    storage = torch.randn(1 + 2 * 8 * 24)[1:]
-    bias = storage.view(1, 2, 8, 24)[..., :16].expand(shape)
+    """What is expanded stays so, and rows begin at multiples of 16 bytes; the launch is of the copy's strides."""
+    bias = torch.randn(1 + 2 * 8 * 24).half()[1:].view(1, 2, 8, 24)[..., :12].expand(shape)
     assert bias.data_ptr() % 16
-    made = gluon._at_a_multiple(bias)
+    spec = OperandSpec(shape, bias.stride(), bias.dtype)
+    problem = replace(BIAS, b=shape[0], sq=8, sk=12, scores=ScoreOptions(softcap=2.0, bias=spec))
+    moved, operands = gluon._with_dense_bias(problem, Operands(bias=bias, sinks=torch.zeros(2)), bias)
+    made = operands.bias
     assert made.data_ptr() % 16 == 0
-    assert (made.shape, made.stride()) == (bias.shape, bias.stride())
     assert torch.equal(made, bias)
+    assert (made.stride()[0] == 0) == (shape[0] == 2)
+    assert made.stride()[1:] == (128, 16, 1)
+    assert operands.sinks is not None
+    assert moved.scores == ScoreOptions(softcap=2.0, bias=spec._replace(strides=made.stride()))
+
+
+def test_the_copy_of_a_view_of_a_large_bias_is_no_larger_than_the_view():
+    """It took the memory that the view spans: of 64 by 64 positions of 1024 by 1024 nearly 200 times its own."""
+    bias = torch.empty(1, 4, 1024, 1024, dtype=torch.float16)[:, :, 5:69, 3:67].fill_(1.0)
+    spec = OperandSpec((1, 4, 64, 64), bias.stride(), bias.dtype)
+    problem = replace(BIAS, hq=4, hk=4, scores=ScoreOptions(bias=spec))
+    _, operands = gluon._with_dense_bias(problem, Operands(bias=bias), bias)
+    assert operands.bias.untyped_storage().nbytes() == 2 * 4 * 64 * 64
 
 
 @pytest.mark.parametrize("takes_out", [True, False])

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -85,7 +85,7 @@ class GluonBackend:
         if not (are_aligned(dout) and _is_movable(dout)):
             dout = _movable(dout, problem)
         if operands.bias is not None and not are_aligned(operands.bias):
-            operands = operands._replace(bias=_at_a_multiple(operands.bias))
+            problem, operands = _with_dense_bias(problem, operands, operands.bias)
         # A plan holds a choice of kernels, and is kept unless a later call may choose otherwise.
         plan_of = _backward_plan.__wrapped__ if needs.dbias and awaits_dbias_check(problem) else _backward_plan
         plan = plan_of(problem, (out.stride(), dout.stride(), None if dlse is None else dlse.stride()),
@@ -435,11 +435,26 @@ def _movable(dout: torch.Tensor, problem: AttentionProblem) -> torch.Tensor:
     return torch.empty_strided(dout.shape, problem.out_strides, dtype=dout.dtype, device=dout.device).copy_(dout)
 
 
-def _at_a_multiple(bias: torch.Tensor) -> torch.Tensor:
-    """Return a bias, with the strides that it has, that begins at a multiple of 16 bytes."""
+def _with_dense_bias(problem: AttentionProblem, operands: Operands,
+                     bias: torch.Tensor) -> tuple[AttentionProblem, Operands]:
+    """Copy a bias to where all rows begin at multiples of 16 bytes; return the call with the copy.
+
+    Not with the strides that it has: a view of a few positions of a large bias spans most of this one's memory.
+    """
     once = bias[tuple([slice(1 if stride == 0 else None) for stride in bias.stride()])]
-    made = torch.empty_strided(once.shape, once.stride(), dtype=bias.dtype, device=bias.device).copy_(once)
-    return made.expand(bias.shape)
+    *lines, keys = once.shape
+    each = 16 // bias.element_size()
+    made = bias.new_empty((*lines, -(-keys // each) * each))[..., :keys].copy_(once).expand(bias.shape)
+    return _of_bias_strides(problem, made.stride()), operands._replace(bias=made)
+
+
+@registered
+@lru_cache(maxsize=1024)
+def _of_bias_strides(problem: AttentionProblem, strides: Sizes) -> AttentionProblem:
+    """Return the problem with other strides of its bias."""
+    scores = problem.scores
+    assert scores.bias is not None
+    return replace(problem, scores=scores._replace(bias=scores.bias._replace(strides=strides)))
 
 
 backend = GluonBackend()
