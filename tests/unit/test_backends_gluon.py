@@ -489,6 +489,27 @@ def test_a_delta_launch_belongs_to_the_alignment_of_each_tensor(monkeypatch):
     assert keys == [(True, True, True), (False, True, True), (True, True, False)]
 
 
+def test_a_plan_is_of_the_strides_of_the_bias_that_is_read(monkeypatch):
+    """A bias that begins where the copy engine cannot read is copied, and not with the strides that it has."""
+    planned = []
+
+    def plan(problem, incoming, alignment, moments, dbias):
+        planned.append((problem.scores.bias.strides, alignment))
+        raise KeyError
+
+    monkeypatch.setattr(gluon, "_backward_plan", plan)
+    q, lse = torch.zeros(1, 2, 8, 64, dtype=torch.float16), torch.zeros(1, 2, 8)
+    for first in (0, 1, 8):
+        bias = torch.zeros(1, 2, 8, 64, dtype=torch.float16)[..., first:first + 8]
+        operands = Operands(bias=bias)
+        problem = AttentionProblem.from_tensors(q, q, q, operands).backward(lse_grad=False)
+        with pytest.raises(KeyError):
+            gluon.backend.backward(problem, Saved(q, q, q, q, lse, operands), q, None)
+        assert problem.scores.bias.strides == (1024, 512, 64, 1)
+    assert planned == [(strides, (True, True, True)) for strides in (
+        (1024, 512, 64, 1), (128, 64, 8, 1), (1024, 512, 64, 1))]
+
+
 def _without_metadata(name):
     raise importlib.metadata.PackageNotFoundError(name)
 
