@@ -31,8 +31,8 @@ def backward_launch(problem: AttentionProblem, config: HopperBackwardConfig, sch
     if config.kernel == "d256":
         launch = HopperBackwardApart(problem, config, schedule)
     else:
-        launch = HopperBackward(problem_of_splits(problem, schedule.group_splits), config, schedule, dq_strides, num_sms,
-                                incoming, allocate, plan)
+        of_splits = problem_of_splits(problem, schedule.group_splits)
+        launch = HopperBackward(of_splits, config, schedule, dq_strides, num_sms, incoming, allocate, plan)
     if schedule.group_splits == 1:
         return launch
     return HopperBackwardOfSplits(problem, launch, schedule.group_splits, allocate or allocator_on(problem.device))
