@@ -35,10 +35,14 @@ def chosen(problem, num_sms=132):
     (problem_of(1, (16, 2), 4096, 128), 4), (problem_of(1, (8, 1), 8192, 128), 4),
     (problem_of(1, (16, 2), 4096, 128, causal() & window(1023, 0)), 2),
     (problem_of(1, (32, 8), 1024, 128, Mask()), 2), (problem_of(2, (32, 8), 2048, 128, Mask()), 1),
-    (problem_of(2, (14, 2), 2048, 64), 7), (problem_of(1, (64, 8), 2048, 64), 2),
+    (problem_of(1, (64, 8), 2048, 128), 2), (problem_of(1, (64, 8), 4096, 128), 2),
+    (problem_of(4, (64, 8), 4096, 128), 2), (problem_of(2, (96, 8), 4096, 128), 3),
+    (problem_of(1, (64, 4), 4096, 128), 4), (problem_of(2, (48, 8), 4096, 128), 2),
+    (problem_of(2, (40, 8), 4096, 128), 1), (problem_of(2, (28, 4), 8192, 128), 1),
+    (problem_of(1, (64, 8), 8192, 64), 2), (problem_of(2, (14, 2), 2048, 64), 7), (problem_of(1, (64, 8), 2048, 64), 2),
     (problem_of(1, (32, 8), 4096, 64), 1), (problem_of(1, (4, 1), 4096, 256), 4),
     (problem_of(1, (16, 2), 4096, 256), 2), (problem_of(2, (8, 4), 2048, 256), 1),
-    # Nothing to split, or nothing to gain.
+    # Nothing to split, or nothing to gain: few heads a group, and many tiles.
     (problem_of(1, (4, 4), 2048, 128), 1), (problem_of(1, (16, 4), 256, 128), 1),
     (problem_of(8, (32, 8), 32768, 128), 1),
     # The bits of a sequence may not depend on its batch.
@@ -52,7 +56,7 @@ def test_a_group_is_split_where_that_was_faster(problem, splits):
 
 
 def test_fewer_multiprocessors_need_fewer_splits():
-    problem = problem_of(1, (16, 2), 4096, 128)
+    problem = problem_of(1, (8, 2), 4096, 128)
     assert [chosen(problem, num_sms) for num_sms in (8, 32, 64, 132)] == [1, 1, 2, 4]
 
 

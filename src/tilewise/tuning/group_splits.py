@@ -10,11 +10,14 @@ from tilewise.problem import AttentionProblem
 _BLOCK = {BackwardKernel.D64: 1.4, BackwardKernel.D128: 2.3, BackwardKernel.D128_AUGMENTED_K: 2.2,
           BackwardKernel.D256: 2.0}
 _BLOCKS_OF_A_TILE = 1.5
+# By what a tile's time grows for each query head above four, at up to 4096 keys, if no tile took as long as another:
+# tiles of unequal lengths are soon at other heads, whose q, dout and dQ accumulator do not all fit L2.
+_EACH_HEAD, _HEADS, _KEYS = 0.06, 4, 4096
 # Microseconds that splits must save at least, since short calls wait for their host, which launches a sum more; and
 # megabytes of splits that are written and read in one.
 _SUM, _MEGABYTES = 30.0, 2.6
-# Tiles for each SM from which they are left whole: even the longest are short beside all.
-_MOST_TILES = 4
+# Tiles for each SM from which it is taken that all SMs end together.
+_MANY_TILES = 8
 
 
 def choose_group_splits(problem: AttentionProblem, config: HopperBackwardConfig, num_sms: int) -> int:
@@ -22,8 +25,10 @@ def choose_group_splits(problem: AttentionProblem, config: HopperBackwardConfig,
 
     A tile of keys passes through all heads of its group, so that a call with few heads of k has few tiles, under a
     causal mask of very unequal lengths: with 4 heads of 2048 keys and batch 2 there are 128 for 132 SMs, and the
-    longest takes twice the mean. Splits are dealt out better; but each writes dk and dv in float32, and these are
-    summed. A deterministic call is left whole: the bits of a sequence may not depend on its batch.
+    longest takes twice the mean. Splits are dealt out better, and fewer heads are in flight; but each writes dk and dv
+    in float32, and these are summed. In 32 calls on an H200 the choice took 1.001 of the time of the best one, 1.022 at
+    most (benchmarks/journal/hopper-backward.md). A deterministic call is left whole: the bits of a sequence may not
+    depend on its batch.
 
     Args:
         problem: the call.
@@ -34,8 +39,6 @@ def choose_group_splits(problem: AttentionProblem, config: HopperBackwardConfig,
             or not problem.is_banded or problem.sequences.are_data):
         return 1
     blocks = _blocks_of_tiles(problem, config.block_n)
-    if len(blocks) * problem.b * problem.hk > _MOST_TILES * num_sms:
-        return 1
     divisors = [splits for splits in range(1, problem.group + 1) if problem.group % splits == 0]
     return min(divisors, key=lambda splits: time_of(problem, config, blocks, splits, num_sms))
 
@@ -43,17 +46,27 @@ def choose_group_splits(problem: AttentionProblem, config: HopperBackwardConfig,
 def time_of(problem: AttentionProblem, config: HopperBackwardConfig, blocks: list[int], splits: int,
             num_sms: int) -> float:
     """Return the microseconds of the kernel that owns keys, and of the sum where there are several splits."""
-    heads = problem.b * problem.hk * splits
-    each = problem.group // splits
-    ends = [0.0] * num_sms
-    for count in sorted(blocks, reverse=True):
-        for _ in range(heads):
-            heapq.heapreplace(ends, ends[0] + count * each + _BLOCKS_OF_A_TILE)
-    time = max(ends) * _BLOCK[config.kernel]
+    heads, each = problem.b * problem.hk * splits, problem.group // splits
+    tiles = [count * each + _BLOCKS_OF_A_TILE for count in blocks]
+    time = _busiest(tiles, heads, num_sms) * _BLOCK[config.kernel]
+    if config.kernel is not BackwardKernel.D256:  # which accumulates no dQ
+        unequal = 1.0 - sum(blocks) / (len(blocks) * max(blocks))
+        time *= 1.0 + _EACH_HEAD * max(0, each - _HEADS) * unequal * min(1.0, _KEYS / problem.sk)
     if splits == 1:
         return time
     written = heads * problem.sk * (problem.d + problem.dv) * 4
     return time + _SUM + written / (_MEGABYTES * 1e6)
+
+
+def _busiest(tiles: list[float], heads: int, num_sms: int) -> float:
+    """Return the blocks of the SM that has the most, where the longest tiles of so many heads are dealt out first."""
+    if len(tiles) * heads > _MANY_TILES * num_sms:
+        return sum(tiles) * heads / num_sms
+    ends = [0.0] * num_sms
+    for tile in sorted(tiles, reverse=True):
+        for _ in range(heads):
+            heapq.heapreplace(ends, ends[0] + tile)
+    return max(ends)
 
 
 def _blocks_of_tiles(problem: AttentionProblem, block_n: int) -> list[int]:
