@@ -48,6 +48,14 @@ def test_every_query_sees_a_key_and_the_mask_stays_that_of_the_tests_else(dims, 
     assert (changed[:, 2] == changed[:, 3]).all()
 
 
+def test_slopes_are_those_of_the_tests_without_a_sign():
+    """A negative one lifts the maximum of far keys, and Hopper's forward pass computes tiles anew: no model has them."""
+    case = replace(PLAIN, alibi="h")
+    made, drawn = make_tensors(cell(case), torch.device("cpu")).operands, make_operands(case, torch.float32, "cpu")
+    assert (drawn.alibi_slopes < 0).any()
+    assert torch.equal(made.alibi_slopes, drawn.alibi_slopes.abs())
+
+
 def test_queries_and_keys_that_are_packed_alike_share_their_lengths():
     alike = make_tensors(cell(packed_case((2, 2), (9, 5), 8, FULL)), torch.device("cpu")).operands
     assert alike.cu_seqlens_k is alike.cu_seqlens_q

@@ -29,11 +29,14 @@ def make_tensors(cell: Cell, device: torch.device) -> Tensors:
 
     The key is that at the query's own place or, of a mask without queries, the first. Libraries agree on what attention
     to nothing gives as little as on its gradient; they are timed where they agree. Where queries and keys are packed
-    alike, one tensor says so for both, as in self-attention.
+    alike, one tensor says so for both, as in self-attention. ALiBi's slopes are positive, as models have them; what the
+    tests draw is negative for every second head.
     """
     operands = make_operands(cell.case, cell.dtype, device)
     if operands.mask is not None:
         operands.mask.diagonal(dim1=-2, dim2=-1).fill_(True)
+    if operands.alibi_slopes is not None:
+        operands = operands._replace(alibi_slopes=operands.alibi_slopes.abs())
     if cell.case.packed and cell.case.lengths_q == cell.case.lengths_k:
         operands = operands._replace(cu_seqlens_k=operands.cu_seqlens_q, seqlens_k=operands.seqlens_q)
     return Tensors(make_inputs(cell.case, cell.dtype, device), operands)
