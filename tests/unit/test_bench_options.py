@@ -49,7 +49,7 @@ def test_every_query_sees_a_key_and_the_mask_stays_that_of_the_tests_else(dims, 
 
 
 def test_slopes_are_those_of_the_tests_without_a_sign():
-    """A negative one lifts the maximum of far keys, and Hopper's forward pass computes tiles anew: no model has them."""
+    """A negative one, which no model has, lifts the maximum of far keys: Hopper's forward pass computes tiles anew."""
     case = replace(PLAIN, alibi="h")
     made, drawn = make_tensors(cell(case), torch.device("cpu")).operands, make_operands(case, torch.float32, "cpu")
     assert (drawn.alibi_slopes < 0).any()
