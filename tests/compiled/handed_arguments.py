@@ -196,7 +196,7 @@ def bound(request):
         if schedule.group_splits > 1:
             launch = whole.launch
         gradients, data = (torch.empty_like(like, dtype=problem.out_dtype) for like in (q, k, v)), (
-            *operands.lengths, operands.seed, *plan, operands.alibi_slopes)
+            *operands.lengths, operands.seed, *plan, operands.alibi_slopes, operands.bias)
         tensors = (q, k, v, out, rows, rows.clone(), *gradients)
         counter = torch.empty(1, dtype=torch.int32)
         parts = [getattr(launch, name).enqueue for name in ("dkdv", "dq") if hasattr(launch, name)] or [
