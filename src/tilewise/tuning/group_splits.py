@@ -6,16 +6,17 @@ import math
 from tilewise.kernels.hopper.backward.config import BackwardKernel, HopperBackwardConfig
 from tilewise.problem import AttentionProblem
 
-# Microseconds of 64 queries by a tile's keys, by the kernel; and of a tile besides, in such blocks.
+# Microseconds of 64 queries by a tile's keys, in the kernel that owns keys; and of a tile besides, in such blocks.
+# Models with heads of 192 and 128 columns have no groups.
 _BLOCK = {BackwardKernel.D64: 1.4, BackwardKernel.D128: 2.3, BackwardKernel.D128_AUGMENTED_K: 2.2,
           BackwardKernel.D256: 2.0}
 _BLOCKS_OF_A_TILE = 1.5
-# By what a tile's time grows for each query head above four, at up to 4096 keys, if no tile took as long as another:
-# tiles of unequal lengths are soon at other heads, whose q, dout and dQ accumulator do not all fit L2.
+# By what time grows for each query head of a tile above four, at up to 4096 keys, times 1 - mean / longest tile: tiles
+# of unequal lengths are soon at other heads, whose q, dout and dQ accumulator do not all fit L2.
 _EACH_HEAD, _HEADS, _KEYS = 0.06, 4, 4096
 # Microseconds that splits must save at least, since short calls wait for their host, which launches a sum more; and
-# megabytes of splits that are written and read in one.
-_SUM, _MEGABYTES = 30.0, 2.6
+# megabytes of splits that are written and read in one microsecond.
+_LEAST_GAIN, _MEGABYTES = 30.0, 2.6
 # Tiles for each SM from which it is taken that all SMs end together.
 _MANY_TILES = 8
 
@@ -27,7 +28,7 @@ def choose_group_splits(problem: AttentionProblem, config: HopperBackwardConfig,
     causal mask of very unequal lengths: with 4 heads of 2048 keys and batch 2 there are 128 for 132 SMs, and the
     longest takes twice the mean. Splits are dealt out better, and fewer heads are in flight; but each writes dk and dv
     in float32, and these are summed. In 32 calls on an H200 the choice took 1.001 of the time of the best one, 1.022 at
-    most (benchmarks/journal/hopper-backward.md). A deterministic call is left whole: the bits of a sequence may not
+    most (benchmarks/journal/hopper-backward.md). A deterministic call is left whole: the bits of a sequence must not
     depend on its batch.
 
     Args:
@@ -55,7 +56,7 @@ def time_of(problem: AttentionProblem, config: HopperBackwardConfig, blocks: lis
     if splits == 1:
         return time
     written = heads * problem.sk * (problem.d + problem.dv) * 4
-    return time + _SUM + written / (_MEGABYTES * 1e6)
+    return time + _LEAST_GAIN + written / (_MEGABYTES * 1e6)
 
 
 def _busiest(tiles: list[float], heads: int, num_sms: int) -> float:

@@ -6,8 +6,9 @@ ldmatrix hands out just that (``.trans``, by Triton's own load of the transposed
 16 registers until the scores are there. A float32 bias, for which there is no such instruction, is read number by
 number.
 
-TMA writes a stage again that threads have read, and an mbarrier alone does not order the two, which reach shared memory
-by different ways: a fence must stand between ldmatrix and the release. That of dS, which comes later, is one.
+TMA writes a stage again that threads have read. PTX orders a read of threads and a later write of the copy engine by a
+proxy fence alone, which an mbarrier is not: one must stand between ldmatrix and the release. That of dS, which comes
+later, is one.
 """
 
 from triton.experimental import gluon
@@ -57,7 +58,7 @@ def load_bias(bias, pipe, count, place, first_key, C: gl.constexpr):
 
 @gluon.jit
 def await_bias(pipe, count, C: gl.constexpr):
-    """Consumer: wait for the bias of iteration ``count``, before any MMA of its block is issued."""
+    """Consumer: wait for the bias of iteration ``count``, before an MMA is issued that the wait would follow."""
     if C.BIAS_STAGES > 0:
         consumer_wait(pipe.full, count, C.BIAS_STAGES)
 

@@ -247,17 +247,17 @@ def attend_blocks(begin, end, count, state, head, view, args, smem, draws, WG: g
         dq_pending = issue_dq(kv.k_tiles, smem.dscores, ds_stage, 0, WG, C.CONSUMERS, C.AUGMENTED_K, C, start)
         release_bias(smem.bias, count, C)
         if C.S_AHEAD:  # the registers of P are free before those of the next S are taken
-            dv = warpgroup_mma_wait(C.CONSUMERS, deps=(dv_pending,))
+            dv = warpgroup_mma_wait(C.CONSUMERS, deps=(dv_pending,))  # but not for dQ, an MMA for each consumer's keys
             consumer_release(smem.dout.empty, count, C.DOUT_STAGES)
             consumer_wait(smem.q.full, count + 1, C.Q_STAGES)
             scores_pending = issue_s_or_dp(k, q_tiles, row_stats, count + 1, (count + 1) % C.Q_STAGES, SCORES, C)
             dk_pending = warpgroup_mma(gl.convert_layout(dscores, LEFT), q, dk, is_async=True)
-            dq = warpgroup_mma_wait(2, deps=(dq_pending,))
+            dq = warpgroup_mma_wait(2, deps=(dq_pending,))  # but not for S and dK
         else:
             dk_pending = warpgroup_mma(gl.convert_layout(dscores, LEFT), q, dk, is_async=True)
-            dv = warpgroup_mma_wait(C.CONSUMERS + 1, deps=(dv_pending,))
+            dv = warpgroup_mma_wait(C.CONSUMERS + 1, deps=(dv_pending,))  # but not for dQ and dK
             consumer_release(smem.dout.empty, count, C.DOUT_STAGES)
-            dq = warpgroup_mma_wait(1, deps=(dq_pending,))
+            dq = warpgroup_mma_wait(1, deps=(dq_pending,))  # but not for dK
             if C.AUGMENTED_K:
                 if count == view.last_count:
                     mbarrier.arrive(kv.k_empty.index(0), count=1)
@@ -444,7 +444,7 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, lse, delta_or_bias
             gl.bfloat16, [C.Q_STAGES, 1, 1, QUERIES, EXTRA_COLUMNS], lse.layout))
     else:
         row_stats = gl.allocate_shared_memory(gl.float32, [2 * C.Q_STAGES, QUERIES], CONTIGUOUS)
-    dq_stage = dscores
+    dq_stage = ()
     if C.DETERMINISTIC:
         dq_stage = make_stages(accum, NC, C)
     elif not C.DQ_FROM_REGISTERS:

@@ -181,17 +181,17 @@ def overlap_blocks(state, count, step, slope_log2, view, args, smem, ENDS: gl.co
 
 
 @gluon.jit
-def attend_blocks(begin, end, state, count, slope_log2, view, args, smem, MASKED: gl.constexpr, WG: gl.constexpr,
+def attend_blocks(begin, end, count, state, slope_log2, view, args, smem, MASKED: gl.constexpr, WG: gl.constexpr,
                   C: gl.constexpr):
     """Begin blocks ``begin`` to ``end`` of one query head, and end those before them."""
     for step in range(begin, end):
         state = overlap_blocks(state, count, step, slope_log2, view, args, smem, True, True, MASKED, WG, C)
         count += 1
-    return state, count
+    return count, state
 
 
 @gluon.jit
-def load_tile(args, smem, tile_count, tile, count, C: gl.constexpr):
+def load_tile(args, smem, tile, count, tile_count, C: gl.constexpr):
     """Producer: keys and values of a tile, and behind them the queries of every head of the group."""
     inputs, kv = args.inputs, smem.kv
     NC: gl.constexpr = C.CONSUMERS
@@ -227,17 +227,17 @@ def load(args, smem, C: gl.constexpr):
             if C.MASK_PLAN:
                 tile = kv_tile_in_list(args.plan, tile, C)
             publish_kv_tile(smem.queue, tile_count, tile, C)
-            count = load_tile(args, smem, tile_count, tile, count, C)
+            count = load_tile(args, smem, tile, count, tile_count, C)
             tile_count += 1
             number = fetch_next_tile(args.tile_counter, total)
         publish_kv_tile(smem.queue, tile_count, KVTile(NO_TILE, 0, 0, 0, 0), C)
     else:
         for tile_count in range(tiles_of_cta(args.grid, C)):
-            count = load_tile(args, smem, tile_count, tile_of_cta(tile_count, args.grid, C), count, C)
+            count = load_tile(args, smem, tile_of_cta(tile_count, args.grid, C), count, tile_count, C)
 
 
 @gluon.jit
-def attend_tile(args, smem, tile_count, tile, count, WG: gl.constexpr, C: gl.constexpr):
+def attend_tile(args, smem, tile, count, tile_count, WG: gl.constexpr, C: gl.constexpr):
     """Consumer: dK and dV of 64 keys of a tile, and dS of every block for the warpgroup that makes dQ."""
     kv, outputs, bounds = smem.kv, args.outputs, args.bounds
     ACC_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.WIDTH, 16])
@@ -258,7 +258,7 @@ def attend_tile(args, smem, tile_count, tile, count, WG: gl.constexpr, C: gl.con
     view = TileView(key, kv_index, blocks, bounds, bits, args.alibi.diagonal)
     slope_log2 = slope_log2_of(args, tile, 0, C)
     consumer_wait(kv.full, tile_count, C.KV_STAGES)
-    # Some query sees these keys: there is a block.
+    # Each tile has a block: only keys that a query sees are read, and a plan lists one block at least.
     state = overlap_blocks(state, count, 0, slope_log2, view, args, smem, False, True, True, WG, C)
     if tile_count > 0:
         tma_store_wait(0)  # dK and dV of the tile before have been read where its keys and values were
@@ -268,7 +268,7 @@ def attend_tile(args, smem, tile_count, tile, count, WG: gl.constexpr, C: gl.con
         slope_log2 = slope_log2_of(args, tile, member, C)
         for phase in gl.static_range(FIRST, STOP):
             begin = gl.where(member == 0, gl.maximum(ends[phase], 1), ends[phase])
-            state, count = attend_blocks(begin, ends[phase + 1], state, count, slope_log2, view, args, smem, phase != 1,
+            count, state = attend_blocks(begin, ends[phase + 1], count, state, slope_log2, view, args, smem, phase != 1,
                                          WG, C)
     state = overlap_blocks(state, count, 0, (), view, args, smem, True, False, False, WG, C)
     if C.CTAS_PER_HEAD > 1:  # computed anew, not kept in registers through all blocks
@@ -288,17 +288,17 @@ def attend(args, smem, WG: gl.constexpr, C: gl.constexpr):
         tile_count = 0
         tile = get_kv_tile(smem.queue, tile_count, C)
         while tile.first != NO_TILE:
-            count = attend_tile(args, smem, tile_count, tile, count, WG, C)
+            count = attend_tile(args, smem, tile, count, tile_count, WG, C)
             tile_count += 1
             tile = get_kv_tile(smem.queue, tile_count, C)
     else:
         for tile_count in range(tiles_of_cta(args.grid, C)):
-            count = attend_tile(args, smem, tile_count, tile_of_cta(tile_count, args.grid, C), count, WG, C)
+            count = attend_tile(args, smem, tile_of_cta(tile_count, args.grid, C), count, tile_count, WG, C)
     tma_store_wait(0)
 
 
 @gluon.jit
-def make_dq_of_tile(args, smem, tile_count, tile, count, C: gl.constexpr):
+def make_dq_of_tile(args, smem, tile, count, tile_count, C: gl.constexpr):
     """Third warpgroup: dQ of every block of a tile, added to the accumulator or staged for writers; or all of dq."""
     kv, bounds, group = smem.kv, args.bounds, args.group
     blocks_of_head = (bounds.sq + (QUERIES - 1)) // QUERIES
@@ -345,12 +345,12 @@ def make_dq(args, smem, C: gl.constexpr):
         tile_count = 0
         tile = get_kv_tile(smem.queue, tile_count, C)
         while tile.first != NO_TILE:
-            count = make_dq_of_tile(args, smem, tile_count, tile, count, C)
+            count = make_dq_of_tile(args, smem, tile, count, tile_count, C)
             tile_count += 1
             tile = get_kv_tile(smem.queue, tile_count, C)
     else:
         for tile_count in range(tiles_of_cta(args.grid, C)):
-            count = make_dq_of_tile(args, smem, tile_count, tile_of_cta(tile_count, args.grid, C), count, C)
+            count = make_dq_of_tile(args, smem, tile_of_cta(tile_count, args.grid, C), count, tile_count, C)
     tma_store_wait(0)
 
 
@@ -364,7 +364,10 @@ def semaphores_behind(accum_ptr, grid, blocks, WIDTH: gl.constexpr):
 
 @gluon.jit
 def stage_or_write(dq, target, dq_stage, count, place, ends):
-    """Stage a part of dQ for the writer; or add a block's last part to the accumulator that it loaded, and write dq."""
+    """Stage a part of dQ for the writer; or add a block's last part to the accumulator that it loaded, and write dq.
+
+    No stage is free at first: the writer frees each (``accumulate_shared``), so the wait is a consumer's.
+    """
     parts = dq_stage.parts
     consumer_wait(parts.empty, count, WRITERS)
     tile = parts.tiles.index(count % WRITERS)
@@ -379,7 +382,7 @@ def stage_or_write(dq, target, dq_stage, count, place, ends):
 
 
 @gluon.jit
-def accumulate_shared(args, parts, WG: gl.constexpr, C: gl.constexpr):
+def accumulate_shared(args, parts, WRITER: gl.constexpr, C: gl.constexpr):
     """Writer, one warp, of a CTA that shares its heads: add every other part of dQ that ``make_dq`` stages.
 
     Of a block's last tile it loads the accumulator instead, once the tiles before have added to it. The empty barrier
@@ -395,16 +398,16 @@ def accumulate_shared(args, parts, WG: gl.constexpr, C: gl.constexpr):
         for member in range(group):
             head_row = (tile.batch * grid.heads + tile.head) * group + member
             for step in range(blocks.count):
-                if count % WRITERS == WG:
+                if count % WRITERS == WRITER:
                     query = q_block_start(step, blocks, C)
                     part = head_row * blocks_of_head + query // QUERIES
                     rank = rank_of(tile.first, query // QUERIES, bounds, C)
                     is_last = is_last_of(tile.first, query, bounds, C)
                     if is_last & (rank > 0):
                         semaphore_wait(semaphores + part, rank)
-                        mbarrier.expect(parts.empty.index(WG), target.accum.block_type.nbytes)
-                        tma_load(target.accum, [part * (C.WIDTH // 4), 0], parts.empty.index(WG),
-                                 parts.tiles.index(WG))
+                        mbarrier.expect(parts.empty.index(WRITER), target.accum.block_type.nbytes)
+                        tma_load(target.accum, [part * (C.WIDTH // 4), 0], parts.empty.index(WRITER),
+                                 parts.tiles.index(WRITER))
                     else:
                         consumer_release(parts.empty, count, WRITERS)
                     if is_last:
@@ -414,7 +417,7 @@ def accumulate_shared(args, parts, WG: gl.constexpr, C: gl.constexpr):
                     else:
                         semaphore_wait(semaphores + part, rank)
                         consumer_wait(parts.full, count, WRITERS)
-                        accumulate_staged(target.accum, semaphores + part, parts.tiles, part, rank, WG, 1)
+                        accumulate_staged(target.accum, semaphores + part, parts.tiles, part, rank, WRITER, 1)
                 count += 1
 
 

@@ -6,11 +6,13 @@ from typing import Any, NamedTuple
 class Config(NamedTuple):
     """What is fixed when the kernel is compiled: HopperBackwardConfig's fields, and which bounds the mask has.
 
-    CTAS_PER_HEAD: CTAs that share a head with HEAD_PERSISTENT, which comes with DETERMINISTIC. KV_STAGES: tiles of keys
-    in flight. DYNAMIC_TILES: the CTAs are persistent, and the dynamic scheduler gives them their tiles; just where dQ
-    has no order, without DETERMINISTIC. MASK_PLAN: as in the forward kernel; with DYNAMIC_TILES. HAS_ALIBI: there
-    is ALiBi, and no key that is seen is ahead of its query. BIAS_STAGES: tiles of the bias in flight, 0 without a bias.
-    The last ones are what d128.py's functions read, always the same. The rest: types.Config.
+    DETERMINISTIC: blocks of queries come in one order, and the tiles of a head add to dQ in theirs: by writers, unless
+    a CTA has the head to itself. CTAS_PER_HEAD: CTAs that share a head with HEAD_PERSISTENT, which comes with
+    DETERMINISTIC. KV_STAGES: tiles of keys in flight. DYNAMIC_TILES: the CTAs are persistent, and the dynamic scheduler
+    gives them their tiles; just where dQ has no order, without DETERMINISTIC. MASK_PLAN: as in the forward kernel; with
+    DYNAMIC_TILES. HAS_ALIBI: there is ALiBi, and no key that is seen is ahead of its query. BIAS_STAGES: tiles of the
+    bias in flight, 0 without a bias. The last ones are what d128.py's functions read, always the same. The rest:
+    types.Config.
     """
 
     WIDTH: int

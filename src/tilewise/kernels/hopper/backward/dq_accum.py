@@ -9,6 +9,11 @@ waits for earlier ones alone, whose CTAs have lower numbers and started before: 
 
 A CTA that has all tiles of a head sets the accumulator, adds to it, and writes dq with the last part itself; where CTAs
 share a head, writers load what the last part is added to.
+
+A part has 64 queries and the columns of dQ that one warpgroup makes; its number is that of the block, times the
+warpgroups that make dQ, plus the warpgroup's. The accumulator has rows of 256 numbers, the longest that a TMA box has:
+a part of c columns is c / 4 of them. ``tma_store_wait`` waits until shared memory has been read, ``await_accum`` until
+global memory has been written.
 """
 
 from typing import Any, NamedTuple
@@ -43,8 +48,9 @@ WRITERS: gl.constexpr = gl.constexpr(2)
 class DQTarget(NamedTuple):
     """Where dQ goes. accum: the accumulator's descriptor, or with C.DQ_FROM_REGISTERS a pointer to it.
 
-    accum_ptr: the accumulator as it lies in memory, where CTAs own heads. semaphores: with C.DETERMINISTIC, an int32
-    for each block of a query head. dq_desc: where CTAs own heads, else None. scale: what dq is multiplied by.
+    accum_ptr, semaphores: the same pointer, the kernel's workspace_ptr. Where CTAs own heads it is accum_ptr, the
+    accumulator as it lies in memory; else, with C.DETERMINISTIC, semaphores, an int32 for each block of a query head.
+    dq_desc: where CTAs own heads, else None. scale: what dq is multiplied by.
     """
 
     accum: Any
@@ -62,7 +68,10 @@ class Ends(NamedTuple):
 
 
 class DQStage(NamedTuple):
-    """Shared memory for a part of dQ: in float32 on its way to the accumulator, and in dq's dtype."""
+    """Shared memory for a part of dQ: in float32 on its way to the accumulator, and in dq's dtype.
+
+    parts: a tile, or with C.CTAS_PER_HEAD > 1 a Pipe. In d128.py both are the same memory.
+    """
 
     parts: Any
     dq_rows: Any
@@ -174,7 +183,10 @@ def accumulate_or_write_part(target, dq, dq_stage, part, head, first_query, firs
 
 @gluon.jit
 def _ends_of(first_key, first_query, bounds, C: gl.constexpr):
-    """Return which ends of a block's additions a tile of keys is; a head-persistent CTA begins with the last keys."""
+    """Return which ends of a block's additions a tile of keys is in d128.py.
+
+    Its head-persistent CTAs begin with the last keys; those of d64.py with the first.
+    """
     is_first = is_last_of(first_key, first_query, bounds, C)
     return Ends(is_first, rank_of(first_key, first_query // QUERIES, bounds, C) == 0)
 
@@ -220,9 +232,9 @@ def await_accum_but_last():
     That is enough for what the tiles of keys before have left of a block, if a warpgroup issues one copy a block
     (accumulate_or_write_part), and at a tile's end two more, of dV and dK, or two of each (d128.attend_tile). They come
     between any two tiles, so that a block's accumulator is never what the last copy set or added to, even where a tile
-    begins with the block that the one before has ended with (tiles.q_block_start_serpentine): there the last copy is
-    dK's. A kernel that stores dV and dK otherwise must wait for all copies here. The warpgroup's other threads know of
-    it behind the next barrier.
+    begins with the block that the one before has ended with (mask_ranges.q_block_start_serpentine): there the last copy
+    is dK's. A kernel that stores dV and dK otherwise must wait for all copies here. The warpgroup's other threads know
+    of it behind the next barrier.
     """
     per_thread_asm("cp.async.bulk.wait_group 1; mov.b32 $0, $1;")
 
@@ -248,32 +260,32 @@ def accumulate(accum, dq, dq_stage, count, part, WG: gl.constexpr, C: gl.constex
 
 
 @gluon.jit
-def accumulate_in_order(args, dq_stage, WG: gl.constexpr, MAKERS: gl.constexpr, C: gl.constexpr):
-    """Writer, one warp: add what the consumers stage in every other block of all heads of the group."""
+def accumulate_in_order(args, dq_stage, WRITER: gl.constexpr, MAKERS: gl.constexpr, C: gl.constexpr):
+    """Writer, one warp: add what MAKERS warpgroups stage in every other block of all heads of the group."""
     target, tile, bounds, group = args.dq, args.tile, args.bounds, args.group
     blocks = q_blocks_of(tile.first, bounds, C)
     blocks_of_head = (bounds.sq + (QUERIES - 1)) // QUERIES
-    for count in range(WG, group * blocks.count, WRITERS):
+    for count in range(WRITER, group * blocks.count, WRITERS):
         member = count // blocks.count
         m_block = q_block_start(count - member * blocks.count, blocks, C) // QUERIES
         number = (tile.batch * args.grid.heads * group + tile.head * group + member) * blocks_of_head + m_block
         rank = rank_of(tile.first, m_block, bounds, C)
         semaphore_wait(target.semaphores + number, rank)
         consumer_wait(dq_stage.full, count, WRITERS)
-        accumulate_staged(target.accum, target.semaphores + number, dq_stage.tiles, number, rank, WG, MAKERS)
+        accumulate_staged(target.accum, target.semaphores + number, dq_stage.tiles, number, rank, WRITER, MAKERS)
         consumer_release(dq_stage.empty, count, WRITERS)
 
 
 @gluon.jit
-def accumulate_staged(accum, semaphore, tiles, block, rank, WG: gl.constexpr, MAKERS: gl.constexpr):
+def accumulate_staged(accum, semaphore, tiles, block, rank, WRITER: gl.constexpr, MAKERS: gl.constexpr):
     """Writer: set a block's accumulator to the first tile's staged parts, or add others' to it, and count the tile."""
     ROWS: gl.constexpr = accum.block_shape[0]
     for i in gl.static_range(MAKERS):
         place = [(block * MAKERS + i) * ROWS, 0]
         if rank == 0:
-            tma_store(accum, place, tiles.index(WG * MAKERS + i))
+            tma_store(accum, place, tiles.index(WRITER * MAKERS + i))
         else:
-            tma_add(accum, place, tiles.index(WG * MAKERS + i))
+            tma_add(accum, place, tiles.index(WRITER * MAKERS + i))
     _semaphore_release(semaphore, rank + 1)
     tma_store_wait(0)
 

@@ -38,9 +38,9 @@ def dscores_index(stage, consumer, SIDE_BY_SIDE: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def issue_dq(k_tiles, dscores_tiles, ds_stage, first, WG: gl.constexpr, PARTS: gl.constexpr,
+def issue_dq(k_tiles, dscores_tiles, ds_stage, first, PART: gl.constexpr, PARTS: gl.constexpr,
              SIDE_BY_SIDE: gl.constexpr, C: gl.constexpr, start=None):
-    """Issue a part of dQ = dS·K: of its columns, in so many PARTS, those of warpgroup WG.
+    """Issue one of PARTS parts of dQ = dS·K, which share its columns; an MMA for each consumer's keys.
 
     first: which tile of K has the first keys. SIDE_BY_SIDE: as of ``dscores_index``. start: the accumulator that dQ
     begins from, or None for zero.
@@ -51,6 +51,6 @@ def issue_dq(k_tiles, dscores_tiles, ds_stage, first, WG: gl.constexpr, PARTS: g
     NC: gl.constexpr = C.CONSUMERS
     for i in gl.static_range(NC):
         dscores = dscores_tiles.index(dscores_index(ds_stage, i, SIDE_BY_SIDE, C))
-        k = k_tiles.index(first + i).reshape([64, C.WIDTH]).slice(WG * COLUMNS, COLUMNS, 1)
+        k = k_tiles.index(first + i).reshape([64, C.WIDTH]).slice(PART * COLUMNS, COLUMNS, 1)
         dq = warpgroup_mma(dscores.permute((1, 0)), k, dq, use_acc=i > 0 or start is not None, is_async=True)
     return dq

@@ -59,9 +59,9 @@ def put_row_stats(row_stats, stage, lse, delta):
 def load_queries(inputs, smem, count, place, lse_row, rows, clears, C: gl.constexpr):
     """Producer: load Q of one iteration, and lse and delta of the same queries, or with C.AUGMENTED_K extra columns.
 
-    place: batch, head, first query of its sequence, and the sequence's first row. lse_row: this row's in lse; rows:
-    which queries see a key. clears: some rows are to be zeroed before the tile is full; it arrives at the ring's spare
-    barrier then.
+    place: batch, head, first query of its sequence, and the sequence's first row. lse_row: where lse of the sequence's
+    first query is; rows: which queries see a key. clears: some rows are to be zeroed before the tile is full; it
+    arrives at the pipe's spare barrier then, full.index(C.Q_STAGES).
     """
     q_tiles, full, empty = smem.q
     batch, head, first, row = place
@@ -112,6 +112,7 @@ def clear_queries(smem, count, cleared, begin, stop, C: gl.constexpr):
     clear_rows(smem.q.tiles, count % C.Q_STAGES, begin, stop, C.WIDTH)
     clear_rows(smem.dout.tiles, count % C.DOUT_STAGES, begin, stop, C.WIDTH)
     fence_async_shared()
+    # What went to the spare barriers arrives here: TMA's bytes, and of Q the copy of lse and delta.
     mbarrier.arrive(smem.q.full.index(count % C.Q_STAGES), count=2)
     mbarrier.arrive(smem.dout.full.index(count % C.DOUT_STAGES), count=1)
 
@@ -142,7 +143,7 @@ def load_kv(inputs, kv, tile, rows, C: gl.constexpr):
         tma_load(inputs.v, place, kv.full.index(arrival), kv.v_tiles.index(i))
         if C.VARLEN:
             if clears:
-                mbarrier.wait(kv.full.index(NC + i), 0)
+                mbarrier.wait(kv.full.index(NC + i), 0)  # the first phase: with C.VARLEN a CTA has one tile
                 begin = gl.minimum(rows.k_begin - key, 64)
                 stop = gl.maximum(rows.k_end - key, 0)
                 clear_rows(kv.k_tiles, i, begin, stop, C.WIDTH)
@@ -170,8 +171,8 @@ def load_next_kv(inputs, kv, tile, row_k, tile_count, C: gl.constexpr):
 def load_tile(args, smem, tile, count, tile_count, C: gl.constexpr):
     """Producer: a tile's keys and values, and the queries of every head of the group. Returns the next iteration.
 
-    With C.AUGMENTED_K the keys come behind the first block's queries, for which there is room earlier, and every tile
-    has a block.
+    With C.AUGMENTED_K the keys come behind the first block's queries, for which there is room earlier. Every tile has a
+    block then: only keys that a query sees are read, and a plan lists one block at least.
     """
     inputs = args.inputs
     total = args.bounds.sq  # queries of all sequences

@@ -15,8 +15,8 @@ class Config(NamedTuple):
     S_AHEAD: S of the next block is computed while dQ and dK of this one are.
     DQ_FROM_REGISTERS: dQ is added from registers; else it is staged in shared memory, and TMA adds it.
     DETERMINISTIC: warps of their own add the staged dQ in a fixed order.
-    AUGMENTED_K: the tensor cores subtract lse and delta, and ALiBi, without SEES_AHEAD (augmented_k.py); a CTA is
-    persistent, and dQ is staged.
+    AUGMENTED_K: the tensor cores subtract lse and delta, and ALiBi, without SEES_AHEAD (augmented_k.py); in d128.py a
+    CTA is persistent then, and dQ is staged.
     HEAD_PERSISTENT: a persistent CTA has all tiles of a head, or CTAs that share one, and no other adds to its dQ.
     VARLEN, HAS_CU_SEQLENS, BOTTOM_RIGHT, HAS_ALIBI, SEES_AHEAD: as in the forward kernel.
     HAS_DROPOUT: whether there is dropout.
@@ -82,8 +82,11 @@ class Outputs(NamedTuple):
 
 
 class Args(NamedTuple):
-    """What the launch gives to every warp. group: query heads per kv head; num_sequences: None but for C.VARLEN.
+    """What the launch gives to every warp. num_sequences: None but for C.VARLEN.
 
+    dq: a DQTarget; grid, bounds, scales: a TileGrid, a MaskBounds and a Scales (arguments.py). grid.heads, and a tile's
+    head, are heads of dk and dv: as many as of k, or with inputs.group_splits so many for each (producers.kv_head_of).
+    group: query heads of one of them.
     tile: the CTA's tile of keys, where it has one. tile_counter: the dynamic tile scheduler's. plan: a
     mask_plan.MaskPlan. alibi: an Alibi.
     """
@@ -113,7 +116,10 @@ class Alibi(NamedTuple):
 
 
 class Pipe(NamedTuple):
-    """Stages of a tile between a producer and its consumers, with their barriers."""
+    """Stages of a tile between a producer and its consumers, with their barriers.
+
+    Gluon's ``mbarrier.expect`` is an arrival too, PTX's arrive.expect_tx.
+    """
 
     tiles: Any
     full: Any
@@ -175,8 +181,8 @@ class TileView(NamedTuple):
 class QHead(NamedTuple):
     """A query head of the group.
 
-    member: its number there. first_part: the first of its parts in the dQ accumulator. slope_log2: with C.HAS_ALIBI,
-    its slope times log2(e).
+    member: its number there. first_part: the first of this warpgroup's parts of it in the dQ accumulator. slope_log2:
+    with C.HAS_ALIBI, its slope times log2(e).
     """
 
     batch: Any
