@@ -48,8 +48,7 @@ def time_of(problem: AttentionProblem, config: HopperBackwardConfig, blocks: lis
             num_sms: int) -> float:
     """Return the microseconds of the kernel that owns keys, and of the sum where there are several splits."""
     heads, each = problem.b * problem.hk * splits, problem.group // splits
-    tiles = [count * each + _BLOCKS_OF_A_TILE for count in blocks]
-    time = _busiest(tiles, heads, num_sms) * _BLOCK[config.kernel]
+    time = _busiest(blocks, each, heads, num_sms) * _BLOCK[config.kernel]
     if config.kernel is not BackwardKernel.D256:  # which accumulates no dQ
         unequal = 1.0 - sum(blocks) / (len(blocks) * max(blocks))
         time *= 1.0 + _EACH_HEAD * max(0, each - _HEADS) * unequal * min(1.0, _KEYS / problem.sk)
@@ -59,14 +58,14 @@ def time_of(problem: AttentionProblem, config: HopperBackwardConfig, blocks: lis
     return time + _LEAST_GAIN + written / (_MEGABYTES * 1e6)
 
 
-def _busiest(tiles: list[float], heads: int, num_sms: int) -> float:
+def _busiest(blocks: list[int], each: int, heads: int, num_sms: int) -> float:
     """Return the blocks of the SM that has the most, where the longest tiles of so many heads are dealt out first."""
-    if len(tiles) * heads > _MANY_TILES * num_sms:
-        return sum(tiles) * heads / num_sms
+    if len(blocks) * heads > _MANY_TILES * num_sms:
+        return (sum(blocks) * each + len(blocks) * _BLOCKS_OF_A_TILE) * heads / num_sms
     ends = [0.0] * num_sms
-    for tile in sorted(tiles, reverse=True):
+    for count in sorted(blocks, reverse=True):
         for _ in range(heads):
-            heapq.heapreplace(ends, ends[0] + tile)
+            heapq.heapreplace(ends, ends[0] + count * each + _BLOCKS_OF_A_TILE)
     return max(ends)
 
 
