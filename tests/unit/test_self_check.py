@@ -19,12 +19,14 @@ from tilewise.dispatch import explain_problem
 from tilewise.kernels.hooks import compile_only
 from tilewise.kernels.hopper.backward.launch import HopperBackward
 from tilewise.kernels.hopper.backward.launch_d256 import HopperBackwardApart
+from tilewise.kernels.hopper.backward.launch_splits import HopperBackwardOfSplits
 from tilewise.masks import causal
 from tilewise.problem import AttentionProblem
 from tilewise.problem.options import Operands, ScoreSettings
 from tilewise.support.caches import clear_caches
 from tilewise.testing import oracle
 from tilewise.tuning.device import DeviceSpec
+from tilewise.tuning.select import choose_group_splits, hopper_backward_config
 
 GPU = torch.device("cuda", 0)
 PASSED = r"not tested with Triton 3\.10\.0 .* self-check .* on NVIDIA H200 has passed, and backend 'gluon' uses them"
@@ -426,6 +428,34 @@ class TestCalls:
         else:
             ctas = first.grid[0]
             assert ctas == 4 or dims == (192, 128), "the kernel of these has a CTA for each tile"
+
+    @pytest.mark.parametrize("dims", self_check_calls.CALLS["backward"])
+    def test_the_backward_check_covers_every_kernel_whose_groups_are_split(self, monkeypatch, dims):
+        """It launched groups as a whole alone, and left out a build of the main kernel and the kernel of the sums."""
+        pytest.importorskip("triton", reason="Triton is not installed")
+        launched = []
+        for kind in (HopperBackward, HopperBackwardApart, HopperBackwardOfSplits):
+            monkeypatch.setattr(kind, "__call__", lambda self, *tensors: launched.append(self))
+        monkeypatch.setattr(self_check_calls, "_first_wrong", lambda results, exact, rounded: None)
+        assert self_check_calls.deviation("backward", dims, torch.device("cpu")) is None
+        splits = [launch for launch in launched if isinstance(launch, HopperBackwardOfSplits)]
+        assert len(launched) == 2 * (1 + bool(splits))
+        usual = replace(self_check_calls._call(self_check_calls._inputs(dims, with_bias=False)).usual,
+                        direction="backward")
+        config = hopper_backward_config(usual, DeviceSpec.of_arch("sm_90"))
+        few = replace(usual, b=1, hq=16, hk=2)
+        assert bool(splits) == (choose_group_splits(few, config, 132) > 1)
+
+    def test_splits_that_are_wrong_fail_and_are_told(self, monkeypatch):
+        def change(call, results):
+            if call.group_splits > 1:
+                results["dk"][0, 0, 100] += 3.0
+            return results
+
+        monkeypatch.setitem(self_check_calls._LAUNCHES, "backward", lambda call: change(call, {
+            name: self_check_calls.dense(call.tensors, torch.bfloat16)[name].clone() for name in ("dq", "dk", "dv")}))
+        found = self_check_calls.deviation("backward", (128, 128), torch.device("cpu"))
+        assert "largest error of dk at head dims 128 and 128, and 2 splits of a group, is 3, allowed 0.0" in found
 
     def test_a_kernel_that_does_not_end_is_given_up(self, monkeypatch):
         event = SimpleNamespace(record=lambda stream: None, query=lambda: False)
