@@ -375,6 +375,7 @@ def test_float32_results_compile_within_registers_and_shared_memory(version):
     float32 = {"float32_results": True}
     of_forward = [forward(64), forward(128, "window", options=["cu_seqlens_q", "cu_seqlens_k"])]
     of_backward = [backward(64, **AUGMENTED_K_CONFIGS[64][0]), backward(128, **AUGMENTED_K_CONFIGS[128][0])]
+    of_backward += [one | {"group_splits": 2} for one in of_backward]
     if version == OLDEST:
         of_forward += [forward(128), forward(96, "full"), forward(256, dtype="float16"), forward(64) | {"pack_gqa": 2}]
         of_backward += [backward(d, **config) for d, configs in AUGMENTED_K_CONFIGS.items() for config in configs[1:]]

@@ -24,9 +24,10 @@ from tilewise.kernels.hopper.backward.config import (
     HopperD64Config,
     HopperD128AugmentedKConfig,
     HopperD128Config,
+    HopperD192Config,
     HopperD256Config,
 )
-from tilewise.masks import causal
+from tilewise.masks import causal, window
 
 backward_on_cpu, wide_heads = (pytest.importorskip(f"emulation.{name}", reason="Triton is not installed") for name in (
     "backward_on_cpu", "test_hopper_d256"))
@@ -39,9 +40,9 @@ CONFIGS = {
 }
 
 
-def split_call(mask, d, hq=4, hk=2):
+def split_call(mask, d, group=4, hk=2):
     mask, lengths, _heads = mask
-    return call_of(mask, lengths, (hq * hk, hk), (d, d))
+    return call_of(mask, lengths, (group * hk, hk), (d, 128 if d == 160 else d))
 
 
 def summed(gradient, splits):
@@ -85,8 +86,17 @@ def test_splits_of_wide_heads(splits):
     compare((dq, summed(dk, splits), summed(dv, splits)), (wanted[0] * SCALE, *wanted[1:]))
 
 
-def test_splits_divide_a_group():
-    problem, _tensors = split_call((causal(), (128, 128), None), 64, hq=6)
-    with pytest.raises(InvalidInput, match=r"group_splits=4 of 6 query heads that share a head of k; allowed are "
-                                           r"their divisors\."):
-        bound_backward(problem, HopperD64Config(), group_splits=4)
+@pytest.mark.parametrize(("mask", "lengths", "config", "message"), [
+    (causal(), (128, 128), HopperD64Config(),
+     "group_splits=4 of 6 query heads that share a head of k; allowed are their divisors."),
+    (causal("top_left"), (70, 140), HopperD64Config(),
+     "group_splits=2 of a call with queries or keys that are not read; allowed is 1."),
+    (window(9, 9, "top_left"), (140, 70), HopperD256Config(),
+     "group_splits=2 of a call with queries or keys that are not read; allowed is 1."),
+    (causal(), (128, 128), HopperD192Config(),
+     "group_splits=2 of the kernel of head dims 129 to 192; allowed is 1.")])
+def test_what_is_not_split_is_refused(mask, lengths, config, message):
+    problem, _tensors = split_call((mask, lengths, None), 160 if isinstance(config, HopperD192Config) else 64, group=6)
+    with pytest.raises(InvalidInput) as caught:
+        bound_backward(problem, config, group_splits=int(message[13]))
+    assert str(caught.value) == message

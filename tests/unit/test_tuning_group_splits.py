@@ -1,5 +1,6 @@
 """Among how many tiles a group's query heads are split in the Hopper backward pass."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -45,7 +46,12 @@ def chosen(problem, num_sms=132):
     # Nothing to split, or nothing to gain: few heads a group, and many tiles.
     (problem_of(1, (4, 4), 2048, 128), 1), (problem_of(1, (16, 4), 256, 128), 1),
     (problem_of(8, (32, 8), 32768, 128), 1),
-    # The bits of a sequence may not depend on its batch.
+    # The sum is compiled for each number of splits: eight at most, and none of a group whose least divisor is above.
+    (problem_of(1, (48, 1), 4096, 128), 8), (problem_of(1, (71, 1), 2048, 64), 1),
+    # Splits have rows of all keys.
+    (replace(problem_of(1, (16, 2), 4096, 128, causal("top_left")), sk=8192), 1),
+    (replace(problem_of(1, (16, 2), 4096, 128, window(9, 9, "top_left")), sk=2048), 1),
+    # The bits of a sequence must not depend on its batch.
     (problem_of(1, (16, 2), 4096, 128, deterministic=True), 1),
     # How long a tile is does not follow from the shapes, or a head has CTAs of its own.
     (problem_of(1, (16, 2), 4096, 128, sequences=LENGTHS), 1),

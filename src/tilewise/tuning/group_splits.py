@@ -19,6 +19,8 @@ _EACH_HEAD, _HEADS, _KEYS = 0.06, 4, 4096
 _LEAST_GAIN, _MEGABYTES = 30.0, 2.6
 # Tiles for each SM from which it is taken that all SMs end together.
 _MANY_TILES = 8
+# More splits than that were never the fastest; the kernel that sums them is compiled for each number, and unrolled.
+_MOST_SPLITS = 8
 
 
 def choose_group_splits(problem: AttentionProblem, config: HopperBackwardConfig, num_sms: int) -> int:
@@ -28,8 +30,8 @@ def choose_group_splits(problem: AttentionProblem, config: HopperBackwardConfig,
     causal mask of very unequal lengths: with 4 heads of 2048 keys and batch 2 there are 128 for 132 SMs, and the
     longest takes twice the mean. Splits are dealt out better, and fewer heads are in flight; but each writes dk and dv
     in float32, and these are summed. In 32 calls on an H200 the choice took 1.001 of the time of the best one, 1.022 at
-    most (benchmarks/journal/hopper-backward.md). A deterministic call is left whole: the bits of a sequence must not
-    depend on its batch.
+    most (benchmarks/journal/hopper-backward.md). A deterministic call is left whole, since the bits of a sequence must
+    not depend on its batch, and so is one of which queries or keys are not read, since splits have rows of all keys.
 
     Args:
         problem: the call.
@@ -37,10 +39,11 @@ def choose_group_splits(problem: AttentionProblem, config: HopperBackwardConfig,
         num_sms: of the device.
     """
     if (problem.group == 1 or problem.deterministic or config.head_persistent or config.kernel not in _BLOCK
-            or not problem.is_banded or problem.sequences.are_data):
+            or not problem.is_banded or problem.sequences.are_data
+            or (len(problem.seeing_queries), len(problem.seen_keys)) != (problem.sq, problem.sk)):
         return 1
     blocks = _blocks_of_tiles(problem, config.block_n)
-    divisors = [splits for splits in range(1, problem.group + 1) if problem.group % splits == 0]
+    divisors = [splits for splits in range(1, min(problem.group, _MOST_SPLITS) + 1) if problem.group % splits == 0]
     return min(divisors, key=lambda splits: time_of(problem, config, blocks, splits, num_sms))
 
 
@@ -71,11 +74,10 @@ def _busiest(blocks: list[int], each: int, heads: int, num_sms: int) -> float:
 
 def _blocks_of_tiles(problem: AttentionProblem, block_n: int) -> list[int]:
     """Return how many blocks of 64 queries see each tile of keys."""
-    queries, keys, band = problem.seeing_queries, problem.seen_keys, problem.band
-    counts = []
-    for first in range(keys.start, keys.stop, block_n):
-        last = min(first + block_n, keys.stop) - 1
-        start = queries.start if band.upper is None else max(queries.start, first - band.upper)
-        stop = queries.stop if band.lower is None else min(queries.stop, last - band.lower + 1)
+    band, counts = problem.band, []
+    for first in range(0, problem.sk, block_n):
+        last = min(first + block_n, problem.sk) - 1
+        start = 0 if band.upper is None else max(0, first - band.upper)
+        stop = problem.sq if band.lower is None else min(problem.sq, last - band.lower + 1)
         counts.append(max(0, math.ceil(stop / 64) - start // 64))
     return counts

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from tilewise.errors import InvalidInput
 from tilewise.kernels.enqueue import Enqueue
 from tilewise.kernels.hopper.arguments import BackwardNumbers, MaskBounds, RowStats, Scales, TileGrid
 from tilewise.kernels.hopper.backward.config import HopperBackwardConfig, HopperBackwardSchedule
@@ -27,6 +28,8 @@ def backward_launch(problem: AttentionProblem, config: HopperBackwardConfig, sch
                     allocate: Allocate | None = None,
                     plan: Sizes | None = None) -> "HopperBackward | HopperBackwardApart | HopperBackwardOfSplits":
     """Bind the backward kernels that a config is for to a problem. The rest: see :class:`HopperBackward`."""
+    if schedule.group_splits > 1 and config.kernel == "d192":
+        raise InvalidInput(f"group_splits={schedule.group_splits} of the kernel of head dims 129 to 192; allowed is 1.")
     launch: HopperBackward | HopperBackwardApart
     if config.kernel == "d256":
         launch = HopperBackwardApart(problem, config, schedule)

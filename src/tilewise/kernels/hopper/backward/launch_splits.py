@@ -38,25 +38,26 @@ class HopperBackwardOfSplits:
                  allocate: "Allocate") -> None:
         from tilewise.kernels.hopper.backward.sum_splits import ROWS, hopper_sum_splits_kernel
 
+        if not launch.reads_all:
+            raise InvalidInput(f"group_splits={group_splits} of a call with queries or keys that are not read; allowed "
+                               "is 1.")
         self.launch, self.allocate = launch, allocate
         self.takes_out, self.reads_all = launch.takes_out, launch.reads_all
-        keys = problem.seen_keys
-        self._keys = slice(keys.start, keys.stop)
         self.forms = [_form_of_splits((problem.b, problem.hk * group_splits, problem.sk, columns))
                        for columns in (problem.d, problem.dv)]
         self.enqueue_sum = Enqueue(
-            hopper_sum_splits_kernel, (-(-len(keys) // int(ROWS)) * problem.b * problem.hk,),
-            (len(keys), problem.hk, group_splits, problem.d, problem.dv, padded_dim(problem.d), padded_dim(problem.dv)),
-            OPTIONS)
+            hopper_sum_splits_kernel, (-(-problem.sk // int(ROWS)) * problem.b * problem.hk,),
+            (problem.sk, problem.hk, group_splits, problem.d, problem.dv, padded_dim(problem.d),
+             padded_dim(problem.dv)), OPTIONS)
 
     def __call__(self, *tensors: Any) -> None:
         """Enqueue the kernels on the current stream of the current device."""
         splits = [self.allocate(*form, torch.float32) for form in self.forms]
         self.launch(*tensors[:7], *splits, *tensors[9:])
-        summed = [tensor[:, :, self._keys] for tensor in (*splits, *tensors[7:9])]
+        summed = (*splits, *tensors[7:9])
         self.enqueue_sum(tuple([tensor.data_ptr() for tensor in summed]), lambda: self.arguments(summed), alike=True)
 
-    def arguments(self, summed: list[torch.Tensor]) -> tuple[Any, ...]:
+    def arguments(self, summed: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
         """Return the splits' dk and dv, and dk and dv, as the kernel takes them."""
         return tuple(StridedRows(tensor, *tensor.stride()[:3]) for tensor in summed)
 
