@@ -73,17 +73,18 @@ def append(row: Row, path: Path) -> None:
 
 
 def table(path: Path) -> str:
-    """Return rows as Markdown: which tests, and how many passed with each version of Triton."""
+    """Return rows as Markdown: of which tests how many passed with each version of Triton, when they last ran."""
     with path.open() as file:
         rows = list(csv.DictReader(file))
-    lines = ["| Triton | tests | passed | failed | skipped |", "|---|---|---:|---:|---:|"]
+    latest = {}
     for row in rows:
         tests = re.search(r"tests/.*", row["arguments"])
-        lines.append(f"| {row['triton']} | `{tests[0] if tests else 'tests'}` | {row['passed']} | {row['failed']} | "
-                     f"{row['skipped']} |")
-    made_by = dict.fromkeys((row["device_name"], row["torch"], row["commit"]) for row in rows)
-    return "\n".join([*lines, "", "; ".join(f"{device}, torch {torch}, commit {commit}"
-                                           for device, torch, commit in made_by) + "."])
+        latest[tests[0] if tests else "tests", row["triton"]] = row
+    lines = ["| tests | Triton | passed | failed | skipped | commit | date |", "|---|---|---:|---:|---:|---|---|"]
+    lines += [f"| `{tests}` | {triton} | {row['passed']} | {row['failed']} | {row['skipped']} | {row['commit']} | "
+              f"{row['date'][:10]} |" for (tests, triton), row in sorted(latest.items())]
+    made_by = dict.fromkeys((row["device_name"], row["torch"]) for row in latest.values())
+    return "\n".join([*lines, "", "; ".join(f"{device}, torch {torch}" for device, torch in made_by) + "."])
 
 
 def main() -> None:

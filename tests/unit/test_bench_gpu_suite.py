@@ -34,11 +34,14 @@ def test_rows_are_appended_below_one_line_of_names(gpu_suite, tmp_path):
     assert rows[0]["passed"] == "71"
 
 
-def test_the_table_tells_the_tests_of_a_row_without_pytests_other_arguments(gpu_suite, tmp_path):
+def test_the_table_has_the_last_run_of_the_same_tests_without_pytests_other_arguments(gpu_suite, tmp_path):
     row = gpu_suite.Row("3.8.0", 71, 3, 31, 14, "-q --tb=short -n 14 tests/conformance -k gluon", "NVIDIA H100", "580",
-                        "2.11.0", "0123456789ab", "2026-01-01")
+                        "2.11.0", "0123456789ab", "2026-01-01T01:02:03Z")
     gpu_suite.append(row, tmp_path / "rows.csv")
-    gpu_suite.append(replace(row, triton="3.9.0", arguments="-n 2", commit="abcdefa"), tmp_path / "rows.csv")
+    gpu_suite.append(replace(row, triton="3.9.0", arguments="-n 2"), tmp_path / "rows.csv")
+    gpu_suite.append(replace(row, passed=74, failed=0, arguments="-n 2 tests/conformance -k gluon", commit="abcdefa",
+                             date="2026-01-02T01:02:03Z"), tmp_path / "rows.csv")
     assert gpu_suite.table(tmp_path / "rows.csv").splitlines()[2:] == [
-        "| 3.8.0 | `tests/conformance -k gluon` | 71 | 3 | 31 |", "| 3.9.0 | `tests` | 71 | 3 | 31 |", "",
-        "NVIDIA H100, torch 2.11.0, commit 0123456789ab; NVIDIA H100, torch 2.11.0, commit abcdefa."]
+        "| `tests` | 3.9.0 | 71 | 3 | 31 | 0123456789ab | 2026-01-01 |",
+        "| `tests/conformance -k gluon` | 3.8.0 | 74 | 0 | 31 | abcdefa | 2026-01-02 |", "",
+        "NVIDIA H100, torch 2.11.0."]
