@@ -43,6 +43,8 @@ def _equal(a, b):
     ({"mask": causal("top_left") & _NONE[0]},
      "mask is a tensor of shape (5,); allowed is a tensor of 2 to 4 dims that broadcasts to (b, hq, sq, sk)."),
     ({"mask": _NONE.mT}, "mask has shape (1, 1, 5, 6); allowed is (b=2, hq=4, sq=6, sk=5), or 1 in place of a size."),
+    ({"bias": _NONE}, "bias has dtype torch.bool; allowed is torch.float32. A boolean tensor, of which True says that "
+                      "a pair takes part, goes to mask=."),
     ({"bias": 0.5}, "bias is a float; allowed is a tensor of 2 to 4 dims that broadcasts to (b, hq, sq, sk)."),
     ({"bias": torch.zeros(6, 5, device="meta")}, "bias is on meta and q is on cpu: move them to one device."),
     ({"alibi_slopes": torch.zeros(1, 1, 4)},

@@ -101,13 +101,17 @@ def check_operand(operand: "TensorSpec", full: Sizes, dtypes: tuple[torch.dtype,
     if dtype not in dtypes:
         allowed = ", ".join(map(str, dict.fromkeys(dtypes)))
         raise InvalidInput(f"{said} has dtype {dtype}; allowed {'are' if ',' in allowed else 'is'} {allowed}."
-                           + (_dtype_hint(dtype) if name == "mask" else ""))
+                           + _dtype_hint(name, dtype))
     if own_device != device:
         raise InvalidInput(f"{said} is on {own_device} and q is on {device}: move them to one device.")
 
 
-def _dtype_hint(dtype: torch.dtype) -> str:
-    """Say what a mask that is not boolean was meant to be, and how to pass it."""
+def _dtype_hint(name: str, dtype: torch.dtype) -> str:
+    """Say what a mask that is not boolean, or a bias that is, was meant to be, and how to pass it; "" of others."""
+    if name == "bias" and dtype is torch.bool:
+        return " A boolean tensor, of which True says that a pair takes part, goes to mask=."
+    if name != "mask":
+        return ""
     if dtype.is_floating_point:
         return " Numbers that are added to the scores go to bias=; a mask says which pairs take part: True, or False."
     return " Of numbers that are not 0 where a pair takes part, pass mask.bool()."
