@@ -55,6 +55,33 @@ def test_lengths_default_to_one_another(run):
     assert " s77x77 " in run("explain", "--sq", 77, "--json").json["problem"]
 
 
+@pytest.mark.parametrize(("flags", "said"), [
+    (("--bias", "1hqk"), "bias 1x8x1024x1024"), (("--alibi",), "alibi"), (("--sinks",), "sinks"),
+    (("--softcap", 30), "softcap 30"), (("--dropout", 0.125), "dropout 0.125")], ids=str)
+def test_options_of_a_call_are_asked_about(run, flags, said):
+    assert said in run("explain", *flags, "--json").json["problem"]
+    assert said not in run("explain", "--json").json["problem"]
+
+
+def test_options_decide_which_backend_serves_a_pass_on_a_gpu_that_is_not_here(run):
+    call = ("explain", "--arch", "sm_90", "--dtype", "bfloat16", "--sq", 4096, "--d", 128, "--mask", "causal", "--json",
+            "--bias", "1hqk")
+    of_bias = run(*call).json
+    assert (of_bias["forward"], of_bias["backward"]) == ("gluon", "gluon")
+    assert run(*call, "--deterministic").json["backward"] == "triton"
+    in_order = run(*call, "--deterministic").json["reasons"]["backward"]["gluon"]
+    assert in_order.startswith("takes, in its backward pass, a bias at head dims up to 64 where deterministic=True")
+
+
+@pytest.mark.parametrize(("flags", "message"), [
+    (("--bias", "hqk"), "bias is 'hqk'; allowed is 'bhqk', with 1 in place of a letter, or '' for none."),
+    (("--softcap", -1), "softcap is -1.0"), (("--dropout", 1.5), "dropout_p is 1.5")])
+def test_an_option_that_no_call_has_is_refused(run, flags, message):
+    finished = run("explain", *flags)
+    assert finished.status == 2
+    assert message in " ".join(finished.errors.split())
+
+
 def test_a_backend_that_refuses_gives_status_1(run):
     finished = run("explain", "--backend", "torch", "--mask", "window:7,0", "--json")
     assert finished.status == 1

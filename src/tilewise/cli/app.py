@@ -46,7 +46,9 @@ def explain(  # noqa: PLR0913 - one parameter a flag
     *, b: flags.Batch = 1, hq: flags.QueryHeads = 8, hk: flags.KeyHeads = None,
     sq: Annotated[int, typer.Option("--sq", min=0, help="Query length.")] = 1024, sk: flags.KeyLength = None,
     d: flags.HeadDim = 64, dv: flags.ValueDim = None,
-    dtype: flags.DtypeName = "float32", mask: flags.MaskText = "none", device: flags.DeviceName = None,
+    dtype: flags.DtypeName = "float32", mask: flags.MaskText = "none", bias: flags.Bias = "",
+    alibi: flags.Alibi = False, sinks: flags.Sinks = False, softcap: flags.Softcap = None, dropout: flags.Dropout = 0.0,
+    deterministic: flags.Deterministic = False, device: flags.DeviceName = None,
     backend: flags.BackendName = None, as_json: flags.AsJson = False,
     html: Annotated[Path | None, typer.Option("--html", help="Write a page of which backend serves which dtype, head "
                                                              "dim, mask and option instead.")] = None,
@@ -58,7 +60,8 @@ def explain(  # noqa: PLR0913 - one parameter a flag
     Nothing is allocated or computed. Exit status 1 when a pass is refused by every backend.
     """
     if html is not None:
-        flags.forbid(context, ("sq", *flags.SHAPE_FLAGS, "dtype", "backend"), "--html", "which asks about every call")
+        flags.forbid(context, ("sq", *flags.SHAPE_FLAGS, *flags.OPTION_FLAGS, "dtype", "backend"), "--html",
+                     "which asks about every call")
         if as_json:
             raise InvalidInput("--json is given beside --html, which writes a page; allowed is one of them.")
     if arch is not None:
@@ -69,8 +72,9 @@ def explain(  # noqa: PLR0913 - one parameter a flag
     from tilewise.bench.grids import parse_dtype
     from tilewise.cli import inputs, render
 
-    cell = inputs.flags_cell((hq, hk), (sq, sk), (d, dv), b=b, dtype=parse_dtype(dtype), mask=mask)
-    answer = inputs.explanation(cell, device, arch, backend)
+    options = {"bias": bias, "alibi": "h" if alibi else "", "sinks": sinks, "softcap": softcap, "dropout_p": dropout}
+    cell = inputs.flags_cell((hq, hk), (sq, sk), (d, dv), b=b, dtype=parse_dtype(dtype), mask=mask, options=options)
+    answer = inputs.explanation(cell, device, arch, backend, deterministic=deterministic)
     render.as_json(render.explanation_facts(answer)) if as_json else render.explanation(answer)
     if answer.forward is None or answer.backward is None:
         raise typer.Exit(_WRONG)

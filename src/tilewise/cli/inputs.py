@@ -1,6 +1,8 @@
 """What flags mean: the problems, devices and calls that they describe."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +21,8 @@ from tilewise.dispatch import Explanation, explain_problem
 from tilewise.errors import InvalidInput
 from tilewise.support.names import DTYPES
 from tilewise.validate.choices import check_choice
+
+_NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 
 def parse_dtypes(text: str) -> list[torch.dtype]:
@@ -54,16 +58,19 @@ class Implementations(NamedTuple):
     absent: dict[str, str]
 
 
-def explanation(cell: Cell, device: str | None, arch: str | None, backend: str | None) -> Explanation:
+def explanation(cell: Cell, device: str | None, arch: str | None, backend: str | None, *,
+                deterministic: bool = False) -> Explanation:
     """Say which backend serves a cell: on a device of this machine, or on a GPU of an architecture, whatever is here.
 
     Raises:
         InvalidInput: the device is not there, or the architecture is not known.
     """
+    where = torch.device("cuda", 0) if arch is not None else usable_device(device)
+    problem = replace(cell.problem(where), deterministic=deterministic)
     if arch is None:
-        return explain_problem(cell.problem(usable_device(device)), backend)
+        return explain_problem(problem, backend)
     with as_if_on(arch):
-        return explain_problem(cell.problem(torch.device("cuda", 0)), backend)
+        return explain_problem(problem, backend)
 
 
 def chosen_implementations(names: Sequence[str], device: torch.device) -> Implementations:
@@ -97,10 +104,17 @@ def chosen_checks(names: Sequence[str] | None) -> Sequence[str]:
 
 
 def flags_cell(heads: tuple[int, int | None], lengths: tuple[int, int | None], dims: tuple[int, int | None], *,
-               b: int, dtype: torch.dtype, mask: str) -> Cell:
-    """Return the problem that flags describe; the second of each pair defaults to the first."""
+               b: int, dtype: torch.dtype, mask: str, options: Mapping[str, Any] = _NO_OPTIONS) -> Cell:
+    """Return the problem that flags describe; the second of each pair defaults to the first.
+
+    ``options``: fields of a :class:`tilewise.testing.cases.Case`.
+
+    Raises:
+        InvalidInput: an option is none that a case can have.
+    """
     first = [(given, given if other is None else other) for given, other in (heads, lengths, dims)]
-    return Cell("flags", shape_case(b, first[0], first[1], first[2], parse_mask(mask)), dtype)
+    case = shape_case(b, first[0], first[1], first[2], parse_mask(mask))
+    return Cell("flags", replace(case, name="flags", **options) if options else case, dtype)
 
 
 def grid_choice(names: Sequence[str], seqs: str | None, dims: str | None, family: str | None,

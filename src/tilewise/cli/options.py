@@ -67,6 +67,13 @@ GpuName = Annotated[str | None, typer.Option("--device", help=f"A GPU, which nee
                                               "one that is here.")]
 CommitHash = Annotated[str | None, typer.Option("--commit", help="Hash of the code, for what is written. Default: what "
                                                                  "git says of the source tree.")]
+Bias = Annotated[str, typer.Option("--bias", help="An additive bias with these dims, 1 where it is shared: bhqk, 1hqk, "
+                                                  "11qk, ...")]
+Alibi = Annotated[bool, typer.Option("--alibi", help="ALiBi slopes, one a head.")]
+Sinks = Annotated[bool, typer.Option("--sinks", help="An attention sink, one a head.")]
+Softcap = Annotated[float | None, typer.Option("--softcap", help="A softcap of the scores.")]
+Dropout = Annotated[float, typer.Option("--dropout", help="The probability of dropout.")]
+Deterministic = Annotated[bool, typer.Option("--deterministic", help="Demand the same bits on every run.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Write one JSON value to standard output, and nothing else.")]
 BackendName = Annotated[str | None, typer.Option("--backend", callback=_each(_check_backend),
                                                  help=f"As if the call named it: {', '.join(BACKENDS)}.")]
@@ -103,6 +110,7 @@ RegimeName = Annotated[str | None, typer.Option(
 
 # What describes a shape of one's own, together with --sq.
 SHAPE_FLAGS = ("b", "hq", "hk", "sk", "d", "dv", "mask")
+OPTION_FLAGS = ("bias", "alibi", "sinks", "softcap", "dropout", "deterministic")
 
 
 def given(context: typer.Context, names: Sequence[str]) -> list[str]:
