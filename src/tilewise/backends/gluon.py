@@ -79,7 +79,7 @@ class GluonBackend:
                  needs: Needs = _EVERY) -> Gradients:
         """See :class:`tilewise.backends.base.Backend`.
 
-        A dout that the copy engine cannot move is copied first, and so is a bias that begins where it cannot.
+        A dout that TMA cannot move is copied first, and so is a bias that begins where it cannot.
         """
         q, k, v, out, lse, operands = saved
         if not (are_aligned(dout) and _is_movable(dout)):
@@ -371,7 +371,7 @@ def _wrong_scores(problem: AttentionProblem) -> str | None:
 
 
 def _wrong_bias(problem: AttentionProblem) -> str | None:
-    """Say why the backward kernels, to which the copy engine brings a bias block by block, do not take this one.
+    """Say why the backward kernels, to which TMA brings a bias block by block, do not take this one.
 
     Along a dim of batch entries or heads that share it a bias makes no step.
     """
@@ -400,12 +400,12 @@ def _wrong_bias(problem: AttentionProblem) -> str | None:
 
 
 def _wrong_strides(problem: AttentionProblem) -> str | None:
-    """Say which tensor Hopper's copy engine cannot move: it wants 16-byte multiples, but for a last stride of 1."""
+    """Say which tensor TMA cannot move: it wants 16-byte multiples, but for a last stride of 1."""
     itemsize = problem.dtype.itemsize
     if not problem.aligned:
         return "needs q, k and v at addresses that are multiples of 16 bytes"
     queries, keys = (problem.b, problem.hq, problem.sq), (problem.b, problem.hk, problem.sk)
-    # Some rows of packed sequences do not go by the copy engine, but in pieces of as many bytes, be there one row.
+    # Some rows of packed sequences do not go by TMA, but in pieces of as many bytes, be there one row.
     moved = [("q", queries, problem.q_strides), ("k", keys, problem.k_strides), ("v", keys, problem.v_strides)]
     if problem.direction == "forward":
         moved.append(("out", queries if problem.sequences.packed is None else (2, 2, 2), problem.out_strides))
@@ -422,7 +422,7 @@ def _wrong_strides(problem: AttentionProblem) -> str | None:
 @registered
 @lru_cache(maxsize=4096)
 def _moves(sizes: Sizes, strides: Sizes, itemsize: int) -> bool:
-    """Whether the copy engine can move a tensor with these strides; along a dim of size 1 it makes no step."""
+    """Whether TMA can move a tensor with these strides; along a dim of size 1 it makes no step."""
     return strides[3] == 1 and all(size <= 1 or (stride > 0 and stride * itemsize % 16 == 0)
                                    for size, stride in zip(sizes[:3], strides[:3], strict=True))
 

@@ -290,7 +290,7 @@ def specs_of_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[
 
 
 def are_aligned(*tensors: torch.Tensor) -> bool:
-    """Whether all of them begin at multiples of 16 bytes, as Hopper's copy engine demands; fake ones count as if."""
+    """Whether all of them begin at multiples of 16 bytes, as TMA demands; fake ones count as if."""
     return all(isinstance(tensor, FakeTensor) or tensor.data_ptr() & 15 == 0 for tensor in tensors)
 
 

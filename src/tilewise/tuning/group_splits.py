@@ -7,7 +7,7 @@ from tilewise.kernels.hopper.backward.config import BackwardKernel, HopperBackwa
 from tilewise.problem import AttentionProblem
 
 # Microseconds of 64 queries by a tile's keys, in the kernel that owns keys; and of a tile besides, in such blocks.
-# Models with heads of 192 and 128 columns have no groups.
+# The kernel of 192 and 128 columns takes whole groups: its split build was never made.
 _BLOCK = {BackwardKernel.D64: 1.4, BackwardKernel.D128: 2.3, BackwardKernel.D128_AUGMENTED_K: 2.2,
           BackwardKernel.D256: 2.0}
 _BLOCKS_OF_A_TILE = 1.5
@@ -19,7 +19,8 @@ _EACH_HEAD, _HEADS, _KEYS = 0.06, 4, 4096
 _LEAST_GAIN, _MEGABYTES = 30.0, 2.6
 # Tiles for each SM from which it is taken that all SMs end together.
 _MANY_TILES = 8
-# More splits than that were never the fastest; the kernel that sums them is compiled for each number, and unrolled.
+# More splits than that were the fastest of no call timed; the kernel that sums them is compiled for each number, and
+# unrolled.
 _MOST_SPLITS = 8
 
 

@@ -42,7 +42,7 @@ def sums_dbias(problem: AttentionProblem) -> bool:
     """Whether the Hopper kernel can sum the gradient of this backward pass's bias: plain scores and a band.
 
     Beside scale, bias and sinks, which are in lse, nothing may change a score, and lengths may not be data. Heads of
-    more than 128 columns have no tile there. That the copy engine can move q, k, v and dout is for the caller to know,
+    more than 128 columns have no tile there. That TMA can move q, k, v and dout is for the caller to know,
     and whether the kernel is trusted :func:`untrusted` says.
     """
     options = problem.scores

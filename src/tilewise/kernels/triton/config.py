@@ -19,7 +19,7 @@ class TileConfig:
         block_n: keys a tile.
         num_warps: warps of 32 threads (64 on AMD) that share the tile.
         num_stages: depth of the software pipeline over the inner loop; 1 = none.
-        descriptors: whether tiles come through tensor descriptors, moved by Hopper's copy engine (TMA); fewer
+        descriptors: whether tiles come through tensor descriptors, moved by TMA; fewer
             registers and address instructions than through pointers, about 15 µs more on the host.
     """
 

@@ -282,7 +282,7 @@ def tile_blocks(problem: AttentionProblem, config: TileConfig) -> Blocks:
 
 
 def takes_descriptors(problem: AttentionProblem, *strides: Sizes) -> bool:
-    """Whether the copy engine can read tensors of these strides: last one 1, others positive multiples of 16 bytes."""
+    """Whether TMA can read tensors of these strides: last one 1, others positive multiples of 16 bytes."""
     itemsize = problem.dtype.itemsize
     return all(tensor[3] == 1 and all(stride > 0 and stride * itemsize % 16 == 0 for stride in tensor[:3])
                for tensor in strides)

@@ -6,7 +6,7 @@ ldmatrix hands out just that (``.trans``, by Triton's own load of the transposed
 16 registers until the scores are there. A float32 bias, for which there is no such instruction, is read number by
 number.
 
-TMA writes a stage again that threads have read. PTX orders a read of threads and a later write of the copy engine by a
+TMA writes a stage again that threads have read. PTX orders a read of threads and a later write of TMA's by a
 proxy fence alone, which an mbarrier is not: one must stand between ldmatrix and the release. That of dS, which comes
 later, is one.
 """
