@@ -13,14 +13,14 @@ gluon_on_cpu, plan_on_cpu = (
     pytest.importorskip(f"emulation.{name}", reason="Triton is not installed") for name in (
         "gluon_on_cpu", "plan_on_cpu"))
 (mask_plan, mask_ranges, pipeline, softmax, alibi, varlen, tiles, augmented_k, bias, d64, d128, dq_accum, assignment,
- mmas, producers) = (
+ mmas, masking, epilogue, producers) = (
     pytest.importorskip(f"tilewise.kernels.hopper.{name}") for name in (
         "mask_plan", "mask_ranges", "pipeline", "softmax", "alibi", "varlen", "tile_scheduler", "backward.augmented_k",
         "backward.bias", "backward.d64", "backward.d128", "backward.dq_accum", "backward.kv_tile_assignment",
-        "backward.mmas", "backward.producers"))
+        "backward.mmas", "backward.masking", "backward.epilogue", "backward.producers"))
 Descriptor, Pointer = gluon_on_cpu.Descriptor, gluon_on_cpu.Pointer
-MODULES = (d64, d128, producers, mmas, dq_accum, augmented_k, bias, varlen, pipeline, softmax, alibi, assignment, tiles,
-           mask_plan, mask_ranges)
+MODULES = (d64, d128, producers, mmas, masking, epilogue, dq_accum, augmented_k, bias, varlen, pipeline, softmax, alibi,
+           assignment, tiles, mask_plan, mask_ranges)
 CONSTANTS = {(module, "QUERIES"): 64 for module in MODULES if hasattr(module, "QUERIES")} | {
     (module, "LOG2E"): math.log2(math.e) for module in (d64, d128, producers, bias, softmax)} | {
     (producers, "LOST"): 2.0**24} | {

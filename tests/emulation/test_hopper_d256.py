@@ -14,15 +14,15 @@ from tilewise.kernels.hopper.backward.config import HopperD192Config, HopperD256
 from tilewise.masks import window
 
 d192 = pytest.importorskip("tilewise.kernels.hopper.backward.d192", reason="Triton is not installed")
-backward, loading, d256, dq_d256, dq_accum, pipeline, products, softmax, tiles, mask_ranges = (
+masking, epilogue, loading, d256, dq_d256, dq_accum, pipeline, products, softmax, tiles, mask_ranges = (
     pytest.importorskip(f"tilewise.kernels.hopper.{name}") for name in (
-        "backward.d128", "backward.producers", "backward.d256", "backward.dq_d256", "backward.dq_accum",
-        "pipeline", "products", "softmax", "tile_scheduler", "mask_ranges"))
+        "backward.masking", "backward.epilogue", "backward.producers", "backward.d256", "backward.dq_d256",
+        "backward.dq_accum", "pipeline", "products", "softmax", "tile_scheduler", "mask_ranges"))
 gluon_on_cpu = pytest.importorskip("emulation.gluon_on_cpu")
 Descriptor, Pointer, run = gluon_on_cpu.Descriptor, gluon_on_cpu.Pointer, gluon_on_cpu.run
 
 WIDE = HopperD256Config()
-MODULES = (backward, loading, d256, dq_d256, d192, dq_accum, pipeline, products, softmax, tiles, mask_ranges)
+MODULES = (masking, epilogue, loading, d256, dq_d256, d192, dq_accum, pipeline, products, softmax, tiles, mask_ranges)
 CONSTANTS = {(module, "QUERIES"): 64 for module in MODULES if hasattr(module, "QUERIES")} | {
     (module, "LOG2E"): math.log2(math.e) for module in (loading, softmax)} | {(loading, "LOST"): 2.0**24} | {
     (module, "pack_pairs"): lambda pairs, dtype: pairs.to(dtype) for module in (d256, dq_d256)} | {

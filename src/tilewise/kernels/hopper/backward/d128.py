@@ -50,10 +50,18 @@ from tilewise.kernels.hopper.backward.dq_accum import (
     accumulate_or_write_part,
     await_accum_but_last,
     make_stages,
-    split_columns,
     start_of_part,
 )
-from tilewise.kernels.hopper.backward.mmas import DPROBS, SCORES, dscores_index, issue_dq, issue_s_or_dp
+from tilewise.kernels.hopper.backward.epilogue import write_gradient
+from tilewise.kernels.hopper.backward.masking import hide_pairs
+from tilewise.kernels.hopper.backward.mmas import (
+    DPROBS,
+    SCORE_LAYOUT,
+    SCORES,
+    dscores_index,
+    issue_dq,
+    issue_s_or_dp,
+)
 from tilewise.kernels.hopper.backward.producers import load
 from tilewise.kernels.hopper.backward.types import (
     Alibi,
@@ -68,12 +76,11 @@ from tilewise.kernels.hopper.backward.types import (
     State,
     TileView,
 )
-from tilewise.kernels.hopper.compat import reinterpret, tma_store, tma_store_wait
+from tilewise.kernels.hopper.compat import reinterpret, tma_store_wait
 from tilewise.kernels.hopper.mask_plan import (
     MaskPlan,
     bits_of_rows,
     bits_of_step,
-    keep_by_bits,
     kv_tile_in_list,
     q_blocks_of_tile,
 )
@@ -108,36 +115,8 @@ from tilewise.kernels.hopper.varlen import (
     load_tile_metadata,
     locate_keys,
     sequence_at,
-    store_some,
     store_tile_metadata,
 )
-
-SCORE_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])  # of 64 keys by 64 queries
-
-
-@gluon.jit
-def hide_probs(probs, first_query, first_key, bounds, C: gl.constexpr):
-    """Set P to 0 where the mask hides the key from the query, or there is no such key (eq. 12)."""
-    LAYOUT: gl.constexpr = probs.type.layout
-    queries = first_query + gl.arange(0, QUERIES, layout=gl.SliceLayout(0, LAYOUT))
-    keys = first_key + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
-    start = gl.full([64], -2**31, gl.int32, layout=gl.SliceLayout(1, LAYOUT))
-    if C.HAS_UPPER:
-        start = keys - bounds.upper
-    start = gl.where(keys < bounds.sk, start, 2**31 - 1)
-    probs = gl.where(queries[None, :] >= start[:, None], probs, 0.0)
-    if C.HAS_LOWER:
-        probs = gl.where(queries[None, :] <= (keys - bounds.lower)[:, None], probs, 0.0)
-    return probs
-
-
-@gluon.jit
-def hide_pairs(probs, first_query, words, view, C: gl.constexpr):
-    """Set P of pairs that do not take part to 0, by the mask's bounds or by bits."""
-    if C.MASK_PLAN:
-        return keep_by_bits(probs, words, 0.0)
-    else:
-        return hide_probs(probs, first_query, view.key, view.bounds, C)
 
 
 @gluon.jit
@@ -273,41 +252,6 @@ def attend_blocks(begin, end, count, state, head, view, args, smem, draws, WG: g
         consumer_release(smem.q.empty, count, C.Q_STAGES)
         count += 1
     return count, State(scores, dk, dv)
-
-
-@gluon.jit
-def write_gradient(desc, ptr, staged, gradient, place, left, C: gl.constexpr):
-    """Write 64 rows of dK or dV by way of a tile of shared memory. place: batch, head, row, first column.
-
-    ``left``: rows to the end of a packed sequence; TMA would write past it. A tile of the inputs' dtype holds half of
-    the columns in float32, which then go one half behind the other.
-    """
-    if desc.dtype == gl.float32:
-        batch, head, row, column = place
-        halves = split_columns(gradient)
-        tile = reinterpret(staged, gl.float32, desc.block_type.shape, desc.layout)
-        COLUMNS: gl.constexpr = desc.block_type.shape[3]
-        for i in gl.static_range(2):
-            if i == 1:
-                tma_store_wait(0)
-            write_columns(desc, ptr, tile, halves[i], (batch, head, row, column + i * COLUMNS), left, i * COLUMNS, C)
-    else:
-        write_columns(desc, ptr, staged, gradient, place, left, 0, C)
-
-
-@gluon.jit
-def write_columns(desc, ptr, staged, gradient, place, left, FIRST: gl.constexpr, C: gl.constexpr):
-    """Write what a tile of shared memory holds of 64 rows of dK or dV. FIRST: where ``ptr`` is used, first column."""
-    batch, head, row, column = place
-    staged.reshape(gradient.shape).store(gradient.to(desc.dtype))
-    fence_async_shared()
-    if C.HAS_CU_SEQLENS:
-        if left >= 64:
-            tma_store(desc, [batch, head, row, column], staged)
-        else:
-            store_some(staged, ptr, desc, (batch, head, row), left, FIRST, gradient.shape[1])
-    else:
-        tma_store(desc, [batch, head, row, column], staged)
 
 
 @gluon.jit

@@ -18,7 +18,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tilewise.kernels.hopper.backward.d128 import SCORE_LAYOUT, hide_probs, write_gradient
 from tilewise.kernels.hopper.backward.d256 import chunk_of, issue_s_or_dp, load
 from tilewise.kernels.hopper.backward.d256_types import (
     Accumulators,
@@ -30,6 +29,9 @@ from tilewise.kernels.hopper.backward.d256_types import (
     TileView,
 )
 from tilewise.kernels.hopper.backward.dq_accum import add_from_registers
+from tilewise.kernels.hopper.backward.epilogue import write_gradient
+from tilewise.kernels.hopper.backward.masking import hide_probs
+from tilewise.kernels.hopper.backward.mmas import SCORE_LAYOUT
 from tilewise.kernels.hopper.backward.types import Pipe
 from tilewise.kernels.hopper.compat import tma_store_wait
 from tilewise.kernels.hopper.mask_ranges import (

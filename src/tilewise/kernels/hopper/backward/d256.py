@@ -18,8 +18,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tilewise.kernels.hopper.backward.d128 import SCORE_LAYOUT, hide_probs, write_gradient
 from tilewise.kernels.hopper.backward.d256_types import Args, Inputs, KVTiles, Outputs, Smem
+from tilewise.kernels.hopper.backward.epilogue import write_gradient
+from tilewise.kernels.hopper.backward.masking import hide_probs
+from tilewise.kernels.hopper.backward.mmas import SCORE_LAYOUT
 from tilewise.kernels.hopper.backward.producers import fetch_row_stats, kv_head_of, put_row_stats
 from tilewise.kernels.hopper.backward.types import Pipe
 from tilewise.kernels.hopper.compat import tma_load, tma_store_wait

@@ -8,7 +8,7 @@ class Config(NamedTuple):
 
     HopperBackwardConfig's fields, and which bounds the mask has. D, DV: columns of q and k, and of v, in one or two
     chunks. CONSUMERS: how many times 64 keys a CTA has. The last ones are what tile_scheduler.py and
-    d128.write_gradient read, always the same.
+    epilogue.py read, always the same.
     """
 
     D: tuple[int, ...]
@@ -27,7 +27,7 @@ class Config(NamedTuple):
 class DQConfig(NamedTuple):
     """What is fixed when dq_d256.py's kernel is compiled: which bounds the mask has.
 
-    The last ones are what tile_scheduler.py, mask_ranges.py, softmax.py and d128.write_gradient read, always the same.
+    The last ones are what tile_scheduler.py, mask_ranges.py, softmax.py and epilogue.py read, always the same.
     """
 
     HAS_LOWER: bool

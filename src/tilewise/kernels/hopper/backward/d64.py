@@ -40,7 +40,6 @@ from tilewise.kernels.hopper.backward.bias import (
     release_bias,
 )
 from tilewise.kernels.hopper.backward.d64_types import KVPipe, Smem, State, TileView
-from tilewise.kernels.hopper.backward.d128 import SCORE_LAYOUT, hide_pairs, write_gradient
 from tilewise.kernels.hopper.backward.dq_accum import (
     WRITERS,
     DQStage,
@@ -58,8 +57,10 @@ from tilewise.kernels.hopper.backward.dq_accum import (
     stage_to_smem,
     write_dq,
 )
+from tilewise.kernels.hopper.backward.epilogue import write_gradient
 from tilewise.kernels.hopper.backward.kv_tile_assignment import tile_of_cta, tiles_of_cta
-from tilewise.kernels.hopper.backward.mmas import DPROBS, SCORES, issue_dq, issue_s_or_dp
+from tilewise.kernels.hopper.backward.masking import hide_pairs
+from tilewise.kernels.hopper.backward.mmas import DPROBS, SCORE_LAYOUT, SCORES, issue_dq, issue_s_or_dp
 from tilewise.kernels.hopper.backward.producers import kv_head_of, load_dout, load_queries
 from tilewise.kernels.hopper.backward.types import Alibi, Args, Bias, Inputs, Outputs, Pipe
 from tilewise.kernels.hopper.compat import tma_load, tma_store_wait

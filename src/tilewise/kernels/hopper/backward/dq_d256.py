@@ -12,7 +12,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
-from tilewise.kernels.hopper.backward.d128 import SCORE_LAYOUT
 from tilewise.kernels.hopper.backward.d256 import (
     issue_accumulate,
     issue_s_or_dp,
@@ -21,6 +20,7 @@ from tilewise.kernels.hopper.backward.d256 import (
     zeros_of,
 )
 from tilewise.kernels.hopper.backward.d256_types import DQArgs, DQSmem, Inputs, QTiles, QView
+from tilewise.kernels.hopper.backward.mmas import SCORE_LAYOUT
 from tilewise.kernels.hopper.backward.producers import fetch_row_stats, in_base_2
 from tilewise.kernels.hopper.backward.types import Pipe
 from tilewise.kernels.hopper.mask_ranges import (

@@ -7,6 +7,8 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 from tilewise.kernels.hopper.backward.augmented_k import issue_augmented
 from tilewise.kernels.hopper.mask_ranges import QUERIES
 
+SCORE_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])  # of 64 keys by 64 queries
+
 # Which of the two MMAs issue_s_or_dp issues.
 SCORES: gl.constexpr = gl.constexpr(0)
 DPROBS: gl.constexpr = gl.constexpr(1)
@@ -19,8 +21,7 @@ def issue_s_or_dp(left, streamed, row_stats, count, stage, OPERAND: gl.constexpr
     left: the warpgroup's K or V; streamed: the tiles of Q or dO, of which ``stage`` is this iteration's. With
     C.AUGMENTED_K lse / scale is subtracted from S, and delta from dP.
     """
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
-    start = gl.full([64, QUERIES], 0.0, gl.float32, layout=LAYOUT)
+    start = gl.full([64, QUERIES], 0.0, gl.float32, layout=SCORE_LAYOUT)
     right = streamed.index(stage).reshape([QUERIES, C.WIDTH]).permute((1, 0))
     if C.AUGMENTED_K:
         start = issue_augmented(row_stats, count % C.Q_STAGES, OPERAND, start)

@@ -47,7 +47,7 @@ def store_columns(acc, coord, left, out_desc, out_ptr, out_tiles, WG: gl.constex
                   C: gl.constexpr):
     """Write some columns of out through the warpgroup's buffers, in the order of those, halving what is too wide.
 
-    ``left``: rows to the end of a packed sequence; the copy engine would write past it.
+    ``left``: rows to the end of a packed sequence; TMA would write past it.
     """
     if acc.shape[1] > C.OUT:
         HALF: gl.constexpr = acc.shape[1] // 2
