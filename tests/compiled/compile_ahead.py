@@ -35,6 +35,7 @@ from tilewise.kernels.triton.dq import dq_launch
 from tilewise.kernels.triton.forward import forward_launch
 from tilewise.kernels.triton.launch import modifiers_of
 from tilewise.kernels.triton.merge_partial import merge_partial_launch
+from tilewise.kernels.triton.write_rows import write_rows_launch
 from tilewise.kernels.triton.zero_fill import lengths_launch, zero_fill_gradients_launch, zero_fill_out_launch
 from tilewise.masks import Mask
 from tilewise.problem import AttentionProblem, dense_strides
@@ -175,6 +176,11 @@ def launch_of(kernel, problem, config, modifiers):
         strides = tuple(None if own is None else own.stride() for own in tensors)
         return merge_partial_launch(tuple(out.shape), strides, (wide.dtype, None if rounded is None else out.dtype),
                                     problem.device, (True,) * (7 if rounded is out else 6)), tensors
+    if kernel == "write_rows":
+        wide = out.to(torch.float32)
+        tensors = (out, wide, wide)
+        return write_rows_launch(tuple(out.shape), tuple(own.stride() for own in tensors),
+                                 tuple(own.dtype for own in tensors), problem.device, (True,) * 3), tensors
     if kernel == "lengths":
         steps = () if problem.sequences.packed is None else ((1, 512, 1024, 8), (2048, 1024))
         return lengths_launch(problem, 8, *steps), (torch.empty(8, 8, dtype=torch.int32), *modifiers.lengths)
@@ -220,7 +226,7 @@ def prepare(request):
     config = None
     if kernel == "dkdv_and_dq":
         config = single_tile_config(problem, spec)
-    elif not kernel.startswith(("zero_fill", "combine", "merge", "delta", "lengths", "mask")):
+    elif not kernel.startswith(("zero_fill", "combine", "merge", "write_rows", "delta", "lengths", "mask")):
         tiles_of = "dq" if kernel.startswith("dq") else kernel
         config = tile_heuristic(tiles_of, problem, spec, descriptors=request["descriptors"])
         at_once = int(kernel.rpartition("_of_")[2]) if "_of_" in kernel else 1

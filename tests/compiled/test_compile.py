@@ -123,12 +123,14 @@ def test_kernels_of_lengths_documents_and_tile_lists_compile_within_shared_memor
 
 
 @spread((64, "bfloat16"), (128, "float32"), (256, "float16"))
-def test_the_kernel_that_merges_partial_results_compiles_without_a_spill(version, arch, kind):
+def test_kernels_of_partial_results_compile_without_a_spill(version, arch, kind):
     d, dtype = kind
-    (row,) = compile_all(version, [{"arch": arch, "kernel": "merge_partial", "d": d, "dtype": dtype,
-                                    "mask": MASKS["full"], "descriptors": False}])
-    assert row["stack"] == 0, row
-    assert row["shared"] <= row["limit"], row
+    rows = compile_all(version, [{"arch": arch, "kernel": kernel, "d": d, "dtype": dtype, "mask": MASKS["full"],
+                                  "descriptors": False} for kernel in ("merge_partial", "write_rows")])
+    assert len(rows) == 2
+    for row in rows:
+        assert row["stack"] == 0, row
+        assert row["shared"] <= row["limit"], row
 
 
 @spread(*product((64, 256), ([63, 0, "bottom_right"], [None, None, None]), (PACKED, [*PADDED, "sinks"])))

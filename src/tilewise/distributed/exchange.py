@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
+from tilewise.distributed.rows import write_rows
 from tilewise.support.caches import registered
 
 Said = TypeVar("Said")
@@ -67,7 +68,7 @@ def pack(tensors: Iterable[torch.Tensor], dtype: torch.dtype | None = None) -> M
         return tensors
     message = empty_message(forms, tensors[0].device)
     for view, tensor in zip(unpack(message, forms), tensors, strict=True):
-        view.copy_(tensor)
+        write_rows(view, tensor)
     return message
 
 

@@ -14,6 +14,7 @@ from tilewise.distributed.blocks import Call, Tensors, attend_to_block, gradient
 from tilewise.distributed.call_plan import CallPlan
 from tilewise.distributed.exchange import Message, TensorForm, Transfer, empty_message, pack, start, tensors_of, unpack
 from tilewise.distributed.partial import PartialResults, QueryGradient, sinks_gradient, sum_dtype
+from tilewise.distributed.rows import write_rows
 from tilewise.distributed.steps import Block, Part, Step
 from tilewise.masks import Span
 
@@ -85,11 +86,11 @@ class _Keys:
             buffer = tensor.new_empty((tensor.shape[0], heads, step.length, tensor.shape[3]))
             for part in step.parts:
                 if part.rank == self._rank:
-                    buffer[:, :, part.at.start:part.at.stop] = _rows(tensor, part.rows, step.heads)
+                    write_rows(buffer[:, :, part.at.start:part.at.stop], _rows(tensor, part.rows, step.heads))
             for rank, parts in received.items():
                 views = unpack(self._messages[rank], _forms((k, v), step.heads, parts))
                 for part, view in zip(parts, views[number * len(parts):], strict=False):
-                    buffer[:, :, part.at.start:part.at.stop] = view
+                    write_rows(buffer[:, :, part.at.start:part.at.stop], view)
             found.append(buffer)
         return found[0], found[1]
 
@@ -179,7 +180,8 @@ class _KeyGradients:
             self._made = parts
             return
         for total, part in zip(self._sums(), parts, strict=True):
-            _rows(total, rows, heads).add_(part)
+            so_far = _rows(total, rows, heads)
+            write_rows(so_far, part, so_far)
 
     def _is_all(self, parts: Tensors) -> bool:
         return all(part.shape == own.shape and part.dtype is dtype and part.untyped_storage().nbytes() == part.nbytes

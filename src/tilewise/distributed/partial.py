@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
-from tilewise.backends._support.triton import why_not_at_all
 from tilewise.backends.base import Results
+from tilewise.distributed.rows import has_kernels, write_rows
 from tilewise.distributed.segments import Segment
 from tilewise.masks import Span
 from tilewise.problem import dense_strides
@@ -51,7 +51,7 @@ class PartialResults:
             if self._rounds and not all(own.is_last for own in segments):
                 for own in segments:
                     if own.is_last:
-                        self._final()[_places(heads, own.rows)].copy_(part.out[:, :, _slice(own.within)])
+                        write_rows(self._final()[_places(heads, own.rows)], part.out[:, :, _slice(own.within)])
             return
         for own in segments:
             within = slice(None), slice(None), _slice(own.within)
@@ -98,7 +98,7 @@ class PartialResults:
         if not segment.is_first:
             merge_part(Results(self._total()[where], lse[where], largest), part, rounded)
             return
-        (self._total()[where] if rounded is None else rounded).copy_(part.out)
+        write_rows(self._total()[where] if rounded is None else rounded, part.out)
         lse[where].copy_(part.lse)
         if largest is not None and part.max_logit is not None:
             largest.copy_(part.max_logit)
@@ -150,14 +150,15 @@ class QueryGradient:
         for own in segments:
             where, of_rows = _places(heads, own.rows), part[:, :, _slice(own.within)]
             if own.is_first and own.is_last:
-                self._final()[where].copy_(of_rows)
+                write_rows(self._final()[where], of_rows)
             elif own.is_first:
                 if not is_kept:
-                    self._so_far(heads, own.rows, part.dtype).copy_(of_rows)
+                    write_rows(self._so_far(heads, own.rows, part.dtype), of_rows)
             elif own.is_last:
-                torch.add(self._so_far(heads, own.rows, part.dtype), of_rows, out=self._final()[where])
+                write_rows(self._final()[where], of_rows, self._so_far(heads, own.rows, part.dtype))
             else:
-                self._so_far(heads, own.rows, part.dtype).add_(of_rows)
+                so_far = self._so_far(heads, own.rows, part.dtype)
+                write_rows(so_far, of_rows, so_far)
 
     def leave_empty(self, heads: Span, rows: Span) -> None:
         """Let rows that have no part be 0."""
@@ -198,7 +199,7 @@ def merge_part(result: Results, part: Results, rounded: torch.Tensor | None = No
 
     ``rounded``: where out is written in place of the result's, in any float dtype; the result's is then of no use.
     """
-    if result.out.device.type != "cuda" or why_not_at_all(result.out.dtype) is not None:
+    if not has_kernels(result.out):
         merge_by_torch(result, part, rounded)
         return
     from tilewise.kernels.triton import merge_partial
