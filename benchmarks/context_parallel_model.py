@@ -1,6 +1,6 @@
 """Model the share of ideal of context parallel calls on GPUs that were not there: counted from plans, not measured.
 
-Usage: ``python benchmarks/context_parallel_model.py benchmarks/results/nvidia-h100/context-parallel.csv`` prints the
+Usage: ``python benchmarks/context_parallel_model.py benchmarks/results/nvidia-h200/context-parallel.csv`` prints the
 table. From those rows come the rates of attention: of their longest causal call on one GPU, forward and backward. The
 bytes that a rank receives, its pairs, and the rows that it merges are those of the plans, which the library computes
 calls by; what a pass takes of them is said in src/tilewise/distributed/cost_model.py, whose estimate this is. *Ideal*

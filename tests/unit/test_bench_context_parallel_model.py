@@ -79,7 +79,7 @@ def test_the_table_has_what_was_measured_beside_the_model(tmp_path, monkeypatch)
     assert "(" not in "".join(lines[2].split("|")[5:])
 
 
-ROWS = ROOT / "benchmarks/results/nvidia-h100/context-parallel.csv"
+ROWS = ROOT / "benchmarks/results/nvidia-h200/context-parallel.csv"
 NOISE = 0.03  # of a share: the clocks of a GPU differ by more between processes
 
 

@@ -44,11 +44,11 @@ BACKWARD = 2.5  # times the operations of the forward pass: five products of mat
 class Links:
     """What a time is estimated with: round numbers of one GPU of the H100 class.
 
-    What was measured of each is beside it: on two H100s of one host, by NCCL, and written down in
-    benchmarks/journal/context-parallel.md and benchmarks/results/nvidia-h100/context-parallel.csv.
+    What was measured of each is beside it: on two GPUs of one host, by NCCL, and written down in
+    benchmarks/journal/context-parallel.md (H100) and benchmarks/results/nvidia-h200/context-parallel.csv (H200).
 
     Attributes:
-        flops: of attention a second and rank. A causal call of 256k tokens on one GPU has 657e12 in both passes. It
+        flops: of attention a second and rank. A causal call of 256k tokens on one H200 has 649e12 in both passes. It
             says how much an uneven layout costs, and what messages travel beside.
         bandwidth: bytes that a rank receives a second while it sends as many. Of messages of 32 to 128 MB 303e9 between
             two ranks; NVLink has 450e9 in a direction.
