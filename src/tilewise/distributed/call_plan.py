@@ -59,7 +59,9 @@ def call_plan(name: str, arguments: Arguments, rank: int) -> CallPlan:
     key = (name, rank, arguments.sizes, arguments.queries, arguments.keys, arguments.mask, arguments.merges,
            arguments.has_operands_of_pairs, arguments.step, bool(arguments.options.dropout_p),
            arguments.options.backend, arguments.stand_ins is None, device, stream_of(device))
-    plan = _plans.get(arguments.sources, key, lambda: _made(name, arguments, rank))
+    # Documents' numbers are the mask's own; cu_seqlens are the user's.
+    plan = _plans.get(arguments.sources, key, lambda: _made(name, arguments, rank),
+                      compares=arguments.sequences is not None)
     return replace(plan, tensors=BlockTensors(device)) if is_capturing(device) else plan
 
 
@@ -109,7 +111,7 @@ def _packed_documents(arguments: Arguments) -> tuple[tuple[int, int, int, int], 
         return None
     key = (arguments.queries, arguments.keys, arguments.mask, arguments.q.shape[0], arguments.has_operands_of_pairs,
            bool(arguments.options.dropout_p), arguments.options.backend)
-    return _documents.get(arguments.sources, key, lambda: document_sequences(arguments))
+    return _documents.get(arguments.sources, key, lambda: document_sequences(arguments), compares=False)
 
 
 def document_sequences(arguments: Arguments) -> tuple[tuple[int, int, int, int], ...] | None:

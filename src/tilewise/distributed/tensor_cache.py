@@ -57,12 +57,14 @@ class TensorCache:
         """Return the number of entries."""
         return len(self._entries)
 
-    def get(self, tensors: Sequence[torch.Tensor | None], key: Hashable, make: Callable[[], Made]) -> Made:
+    def get(self, tensors: Sequence[torch.Tensor | None], key: Hashable, make: Callable[[], Made], *,
+            compares: bool = True) -> Made:
         """Return what was made of these tensors under this key, or make and keep it.
 
+        Without ``compares`` no values are, on the host neither: of tensors that no user writes to.
         Tensors of inference mode have no version: what is made of them is not kept, nor what is made in that mode,
-        which no gradient may be kept beside. What is made must hold none of the
-        tensors, nor a view of one, or its entry would stay when they are no longer used.
+        which no gradient may be kept beside. What is made must hold none of the tensors, nor a view of one, or its
+        entry would stay when they are no longer used.
         """
         is_inference = (tensor.is_inference() for tensor in tensors if tensor is not None)
         if torch.is_inference_mode_enabled() or any(is_inference):
@@ -72,7 +74,8 @@ class TensorCache:
         kept = self._entries.pop(name, None)
         if kept is None or not kept.serves(tensors, state):
             made = make()
-            values = tuple([own.clone() if own is not None and own.device.type == "cpu" else None for own in tensors])
+            values = tuple([own.clone() if compares and own is not None and own.device.type == "cpu" else None
+                            for own in tensors])
             kept = _Kept(tuple([None if tensor is None else ref(tensor, lambda _: self._forget(name))
                                 for tensor in tensors]), state, values, made)
         self._entries[name] = kept
