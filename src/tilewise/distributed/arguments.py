@@ -20,6 +20,7 @@ from tilewise.problem import AttentionProblem
 from tilewise.problem.length_checks import packed_lengths
 from tilewise.problem.operands import NO_LENGTHS, NO_LISTS, as_batches, longest_of, operands_of, parted
 from tilewise.problem.options import DRAW_SPAN, Operands, OperatorOptions
+from tilewise.problem.problem import problem_of_call, specs_of_inputs
 from tilewise.support.caches import registered
 from tilewise.validate.call import check_distances
 from tilewise.validate.distributed import (
@@ -307,9 +308,11 @@ def _resolved(band: Mask, query_length: int, key_length: int) -> Mask:
 def _check_problem(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_length: int, operands: Operands,
                    options: OperatorOptions) -> None:
     """Check tensors against one another as :func:`tilewise.attention` does, with keys of all ranks."""
-    whole = [own.new_empty(()).expand(*own.shape[:2], key_length, own.shape[3]) for own in (k, v)]
+    of_q, *of_keys = specs_of_inputs(q, k, v)
+    of_k, of_v = ((name, (b, heads, key_length, d), (0, 0, 0, 0), dtype, device)
+                  for name, (b, heads, _, d), _, dtype, device in of_keys)
     # The mask has been resolved; what it says of distances does not matter to the checks.
-    AttentionProblem.from_call(q, whole[0], whole[1], operands, options._replace(alignment="top_left"))
+    problem_of_call((of_q, of_k, of_v), operands, options._replace(alignment="top_left"))
 
 
 def _check_documents(documents: Documents, b: int, lengths: tuple[int, int]) -> None:

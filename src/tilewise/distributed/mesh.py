@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -33,17 +34,17 @@ class Ranks:
     group: dist.ProcessGroup
     heads: dist.ProcessGroup | None
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """Sizes of the mesh."""
         return tuple([_size_and_rank(group)[0] for group in (self.group, self.heads) if group is not None])
 
-    @property
+    @cached_property
     def count(self) -> int:
         """How many ranks there are."""
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def rank(self) -> int:
         """The own one among all."""
         rank = _size_and_rank(self.group)[1]
