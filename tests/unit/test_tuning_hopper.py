@@ -104,6 +104,7 @@ def test_registers_bound_keys_and_warpgroups():
 
 
 UNFIT = {"d": {"d": 136}, "dv": {"dv": 136}, "scale": {"scale": 2.0**-41}, "negative": {"scale": -1.0},
+         "function": {"scores": ScoreOptions(score_function=FunctionSpec(FunctionCode("f", None, None, None, 0), ()))},
          "softcap": {"scores": ScoreOptions(softcap=3.0)}, "dropout": {"scores": ScoreOptions(dropout_p=0.1)},
          "alibi": {"scores": ScoreOptions(alibi_slopes=OperandSpec((1, 2), (2, 1), torch.float32))},
          "lengths": {"sequences": Sequences(seqlens_k=OperandSpec((1,), (1,), torch.int32))}}
@@ -114,8 +115,8 @@ UNFIT = {"d": {"d": 136}, "dv": {"dv": 136}, "scale": {"scale": 2.0**-41}, "nega
 def test_k_is_not_augmented_where_something_comes_between_lse_and_the_probabilities(d, config, fields):
     problem = replace(problem_of(d, kernel="hopper_backward"), **fields)
     assert not backward_heuristic(problem).augmented_k
-    allowed = (r"head dims .*, a scale of 2\^-40 or more, and no softcap, dropout, lengths that are data or ALiBi with "
-               "keys ahead")
+    allowed = (r"head dims .*, a scale of 2\^-40 or more, and no softcap, score function, dropout, lengths that are "
+               "data or ALiBi with keys ahead")
     with pytest.raises(InvalidInput, match=rf"^kernel={config.kernel} for .*; allowed are {allowed}\.$"):
         config.columns(problem)
 

@@ -80,7 +80,7 @@ def forward_heuristic(problem: AttentionProblem, num_sms: int = NUM_SMS) -> Hopp
     if _were_timed(problem):
         least = 768 if problem.mask.right is None else 1792
     scores = problem.scores
-    costs_more = scores.softcap is not None or scores.adds_to_scores or scores.dropout_p > 0.0
+    costs_more = scores.changes_scores or scores.dropout_p > 0.0
     if width <= 64 and length >= least and not costs_more and not _cuts_tiles(problem):
         by_preference.insert(0, HopperForwardConfig(block_n=128, consumers=3, ping_pong=True))
     if problem.sequences.are_data:
@@ -112,12 +112,13 @@ def _two_ping_pong(problem: AttentionProblem, length: int) -> bool:
     At 64, with four stages, causal +0.7 % at 512 and +0.6 % at 1024; at 96 without a mask +8 to 14 %, causal +4 to
     10 %; at 128 without a mask +2 to 3.4 %, causal 0 to +1 %; at 256 +0.4 to 1.2 % to a length of 1024, and nothing or
     little beyond. Of packed sequences -2 to +1 % at 64 and -1 to +2 % at 128. At 192 they lost 0.8 %, causal. With a
-    softcap +1 % at 64 and 128, with dropout +3 and -5 %; a bias lost 3 % at 128. Shorter lengths and windows were not
-    timed.
+    softcap +1 % at 64 and 128, with dropout +3 and -5 %; a bias lost 3 % at 128. Shorter lengths, windows and score
+    functions were not timed.
     """
     widths = sum(pieces_of(problem.d)), sum(pieces_of(problem.dv))
     scores = problem.scores
-    if not _were_timed(problem) or scores.bias is not None or (scores.dropout_p and widths != (64, 64)):
+    if (not _were_timed(problem) or scores.bias is not None or scores.score_function is not None
+            or (scores.dropout_p and widths != (64, 64))):
         return False
     return length >= {(64, 64): 512, (96, 96): 1024, (128, 128): 512, (256, 256): 512}.get(widths, math.inf)
 
