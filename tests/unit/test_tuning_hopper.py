@@ -134,6 +134,24 @@ def test_alibi_has_the_config_of_a_plain_call_where_no_key_is_ahead(d, mask, see
         assert (config == backward_heuristic(plain)) != sees_ahead
 
 
+@pytest.mark.parametrize(("d", "deterministic", "config"), [
+    (64, False, HopperD128Config(s_ahead=True, variant=D128Variant.DQ_FROM_REGISTERS)),
+    (128, False, HopperD128Config(variant=D128Variant.DQ_FROM_REGISTERS)),
+    (64, True, HopperD128Config(variant=D128Variant.DETERMINISTIC)),
+    (128, True, HopperD128Config(variant=D128Variant.DETERMINISTIC))], ids=str)
+def test_a_score_function_has_a_variant_beside_which_registers_are_left(d, deterministic, config):
+    problem = replace(problem_of(d, kernel="hopper_backward"), deterministic=deterministic, **UNFIT["function"])
+    assert backward_heuristic(problem) == hopper_backward_config(problem, DEVICE) == config
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_a_score_function_has_two_warpgroups_in_the_forward_pass_and_no_tuned_tile(d):
+    problem = replace(problem_of(d), b=8, hq=16, hk=16, **UNFIT["function"])
+    config = forward_heuristic(problem)
+    assert (config.consumers, config.ping_pong) == (2, False)
+    assert hopper_forward_config(problem, DEVICE) == config
+
+
 @pytest.mark.parametrize("d", [40, 64, 72, 128])
 def test_plain_calls_have_augmented_k_and_deterministic_ones_of_narrow_heads_too(d):
     problem = problem_of(d, kernel="hopper_backward")

@@ -133,15 +133,17 @@ def backward_heuristic(problem: AttentionProblem, num_sms: int = NUM_SMS) -> Hop
     has a second tile. Without augmented K registers hold the next block's S there (+0 to 7 %), and dQ is accumulated
     from registers (+7 to 16 %). Wider heads leave no choice: where registers hold all columns of dK and dV of 64 keys
     each warpgroup has keys of its own (at 192 and 128 1.2 to 1.4 times as fast as sharing them), else two share them.
-    The ring of a bias takes shared memory: a variant beside which it does not fit is not chosen.
+    The ring of a bias takes shared memory: a variant beside which it does not fit is not chosen. With a score function
+    nothing was timed: there are the variants of which Triton 3.6 to 3.9 leave the fewest descriptors of products stray.
     """
     widest = max(problem.d, problem.dv)
     if widest > 128:
         return HopperD192Config() if dk_dv_fit(problem) and not problem.deterministic else HopperD256Config()
     if widest <= 64 and augmented_k_fits(problem):
         return _d64_config(problem, num_sms)
+    has_function = problem.scores.score_function is not None
     if problem.deterministic:
-        return HopperD128Config(s_ahead=widest <= 64, variant=D128Variant.DETERMINISTIC)
+        return HopperD128Config(s_ahead=widest <= 64 and not has_function, variant=D128Variant.DETERMINISTIC)
     if augmented_k_fits(problem):
         owns_heads = choose_ctas_per_head(problem, num_sms) > 0
         own = HopperD128AugmentedKConfig(variant=D128AugmentedKVariant.HEAD_PERSISTENT if owns_heads
@@ -150,7 +152,7 @@ def backward_heuristic(problem: AttentionProblem, num_sms: int = NUM_SMS) -> Hop
             return own
     if widest <= 64:
         return HopperD128Config(s_ahead=True, variant=D128Variant.DQ_FROM_REGISTERS)
-    return HopperD128Config()
+    return HopperD128Config(variant=D128Variant.DQ_FROM_REGISTERS if has_function else D128Variant.DQ_STAGED)
 
 
 def _d64_config(problem: AttentionProblem, num_sms: int) -> HopperD64Config:
