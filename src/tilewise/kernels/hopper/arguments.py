@@ -76,14 +76,14 @@ class PlanNumbers(NamedTuple):
 
 
 class ScoreFunction(NamedTuple):
-    """A score function of the user's, inlined in a kernel, and pointers to its tensors; without one None and ().
+    """A score function of the user's, inlined in a kernel, and pointers to its tensors; without one None's.
 
     derivative: in the backward pass; None where the gradient passes unchanged.
     """
 
     call: Any = None
     derivative: Any = None
-    tensors: tuple[Any, ...] = ()
+    tensors: tuple[Any, ...] | None = None
 
 
 class FirstPair(NamedTuple):

@@ -79,6 +79,11 @@ def function_of(problem: AttentionProblem) -> ScoreFunction:
     return ScoreFunction(spec.code.triton, spec.code.derivative)
 
 
+def with_tensors(function: ScoreFunction, tensors: tuple[Any, ...]) -> ScoreFunction:
+    """Return a function with its tensors; no function has none, not an empty tuple, which Triton would hand over."""
+    return function if function.call is None else function._replace(tensors=tensors)
+
+
 def function_flags(problem: AttentionProblem) -> dict[str, bool]:
     """Return what is fixed of a score function when a kernel is compiled."""
     has_function = problem.scores.score_function is not None

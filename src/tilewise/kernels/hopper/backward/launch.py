@@ -32,6 +32,7 @@ from tilewise.kernels.hopper.launch import (
     function_of,
     gluon_dtype,
     scaling_of,
+    with_tensors,
 )
 from tilewise.masks import Span
 from tilewise.problem import AttentionProblem, Sizes, dense_strides, legal_strides, padded_dim
@@ -252,7 +253,7 @@ class HopperBackward:
         if self.takes_no_lengths:
             return (*described, target, workspace, BackwardPointers(None, None, None, *data[5:8]))
         dk, dv, seed, lists, bits, slopes, delta, *_others = self._optional(tensors[6], tensors[7], data, delta)
-        function = self.function._replace(tensors=data[9:])
+        function = with_tensors(self.function, data[9:])
         return (*described, target, workspace, BackwardPointers(dk, dv, seed, lists, bits, slopes, delta, function),
                 Lengths(*data[:4]))
 

@@ -31,6 +31,7 @@ from tilewise.kernels.hopper.launch import (
     function_of,
     gluon_dtype,
     scaling_of,
+    with_tensors,
 )
 from tilewise.masks import Span
 from tilewise.problem import AttentionProblem, Sizes, legal_strides
@@ -139,7 +140,7 @@ class HopperForward:
         q, k, v, out, lse = tensors
         sinks, seed, bias, slopes, *_others = self._taken(operands)
         partial, max_logit = (more, None) if self.splits else (None, more)
-        function = self.function._replace(tensors=operands.score_tensors)
+        function = with_tensors(self.function, operands.score_tensors)
         pointers = ForwardPointers(out if self.is_packed else None, partial, sinks, seed, *plan, max_logit, function)
         k, v = _rows(k, self.keys), _rows(v, self.keys)
         q, out = _grouped(q, self.group), _grouped(out, self.group)
