@@ -34,8 +34,9 @@ from tilewise.kernels.triton.dbias import dbias_launch
 from tilewise.kernels.triton.dq import dq_launch
 from tilewise.kernels.triton.forward import forward_launch
 from tilewise.kernels.triton.launch import modifiers_of
-from tilewise.kernels.triton.merge_partial import merge_partial_launch
-from tilewise.kernels.triton.write_rows import write_rows_launch
+from tilewise.kernels.triton.merge_partial import merge_partial_kernel
+from tilewise.kernels.triton.row_tiles import rows_launch
+from tilewise.kernels.triton.write_rows import write_rows_kernel
 from tilewise.kernels.triton.zero_fill import lengths_launch, zero_fill_gradients_launch, zero_fill_out_launch
 from tilewise.masks import Mask
 from tilewise.problem import AttentionProblem, dense_strides
@@ -169,18 +170,15 @@ def launch_of(kernel, problem, config, modifiers):
         shape = problem.hq * problem.sq, 4, problem.dv + 8
         return combine_splits_launch(problem, range(problem.hq * problem.sq), shape, overlapped=True), (
             torch.empty(8), out, rows, modifiers.sinks.ptr, None)
-    if kernel == "merge_partial":
+    if kernel in ("merge_partial", "write_rows"):
         wide = out.to(torch.float32)
         rounded = None if out.dtype is torch.float32 else out  # the last part of a sum in 16 bits, or any other
-        tensors = (wide, rows, rows, wide, rows, rows, rounded)
+        code, tensors = {"merge_partial": (merge_partial_kernel, (wide, rows, rows, wide, rows, rows, rounded)),
+                         "write_rows": (write_rows_kernel, (out, wide, wide))}[kernel]
         strides = tuple(None if own is None else own.stride() for own in tensors)
-        return merge_partial_launch(tuple(out.shape), strides, (wide.dtype, None if rounded is None else out.dtype),
-                                    problem.device, (True,) * (7 if rounded is out else 6)), tensors
-    if kernel == "write_rows":
-        wide = out.to(torch.float32)
-        tensors = (out, wide, wide)
-        return write_rows_launch(tuple(out.shape), tuple(own.stride() for own in tensors),
-                                 tuple(own.dtype for own in tensors), problem.device, (True,) * 3), tensors
+        dtypes = tuple(None if own is None else own.dtype for own in tensors)
+        there = sum(own is not None for own in tensors)
+        return rows_launch(code, tuple(out.shape), strides, dtypes, problem.device, (True,) * there), tensors
     if kernel == "lengths":
         steps = () if problem.sequences.packed is None else ((1, 512, 1024, 8), (2048, 1024))
         return lengths_launch(problem, 8, *steps), (torch.empty(8, 8, dtype=torch.int32), *modifiers.lengths)

@@ -1,29 +1,14 @@
 """Merges a partial result over other keys into the result so far, in one pass over memory (maths.md, eq. 11)."""
 
-from functools import lru_cache
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
-from tilewise.kernels.triton.launch import Launch
 from tilewise.kernels.triton.primitives import LN2, LOG2E, head_offset
-from tilewise.problem import Sizes, alignment_of
-from tilewise.support.caches import registered
+from tilewise.kernels.triton.row_tiles import launch_on_rows
 
-_ELEMENTS = 2048  # of out in a CTA of four warps: 16 a thread
-_AT_LEAST = 16  # columns
 # out (b, h, s, dv), lse (b, h, s), and max_logit as lse or None.
 Partial = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-
-
-class MergeNumbers(NamedTuple):
-    """The numbers of a call, for which the kernel is not specialised; ``tiles``: of a head's ``rows``."""
-
-    rows: int
-    heads: int
-    tiles: int
 
 
 @triton.jit
@@ -35,7 +20,7 @@ def merge_partial_kernel(out, lse, max_logit, part_out, part_lse, part_max, roun
 
     Grid: (tiles · heads · batches,). Every tensor is a StridedTensor; out, lse and max_logit, float32, are updated in
     place, the latter None together with part_max; out' is written to rounded, in its dtype, unless that is None.
-    numbers: MergeNumbers.
+    numbers: RowNumbers.
     """
     tile = tl.program_id(0) % numbers.tiles
     head = tl.program_id(0) // numbers.tiles % numbers.heads
@@ -93,32 +78,4 @@ def merge_partial(result: Partial, part: Partial, rounded: torch.Tensor | None =
             a max_logit where the result has one.
         rounded: where out is written instead of the result's, of any float dtype.
     """
-    (out, *_), (part_out, *_), tensors = result, part, (*result, *part, rounded)
-    if not out.numel():
-        return
-    alignment = alignment_of([tensor.data_ptr() for tensor in tensors if tensor is not None])
-    strides = tuple([None if tensor is None else tensor.stride() for tensor in tensors])
-    dtypes = part_out.dtype, None if rounded is None else rounded.dtype
-    merge_partial_launch(tuple(out.shape), strides, dtypes, out.device, alignment)(*tensors)
-
-
-@registered
-@lru_cache(maxsize=1024)
-def merge_partial_launch(shape: Sizes, strides: tuple[Sizes | None, ...], dtypes: tuple[torch.dtype | None, ...],
-                         device: torch.device, alignment: tuple[bool, ...]) -> Launch:
-    """Bind the kernel: call what is returned with out, lse and max_logit of the result, of the part, and rounded.
-
-    Args:
-        shape: of out.
-        strides: of these seven; None of what is not there.
-        dtypes: of the part's out, and of rounded or None.
-        device, alignment: of all, and which of those that are there begin at a multiple of 16 bytes: a launch keeps
-            the kernel of its first call.
-    """
-    del dtypes, device, alignment
-    b, heads, rows, dv = shape
-    block = max(_AT_LEAST, 1 << (dv - 1).bit_length())
-    at_once = max(1, _ELEMENTS // block)
-    tiles = -(-rows // at_once)
-    scalars = MergeNumbers(rows, heads, tiles), dv, block, at_once
-    return Launch(merge_partial_kernel, tiles * heads * b, scalars, strides, num_warps=4, num_stages=1)
+    launch_on_rows(merge_partial_kernel, result[0], (*result, *part, rounded))

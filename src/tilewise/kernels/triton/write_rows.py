@@ -4,28 +4,12 @@ torch's own kernels have wide loads and stores for dense tensors alone: of some 
 the memory's speed in 16 bits, and half of it in float32 (benchmarks/journal/context-parallel.md).
 """
 
-from functools import lru_cache
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
-from tilewise.kernels.triton.launch import Launch
 from tilewise.kernels.triton.primitives import head_offset
-from tilewise.problem import Sizes, alignment_of
-from tilewise.support.caches import registered
-
-_ELEMENTS = 2048  # in a CTA of four warps: 16 a thread
-_AT_LEAST = 16  # columns
-
-
-class RowNumbers(NamedTuple):
-    """The numbers of a call, for which the kernel is not specialised; ``tiles``: of a head's ``rows``."""
-
-    rows: int
-    heads: int
-    tiles: int
+from tilewise.kernels.triton.row_tiles import launch_on_rows
 
 
 @triton.jit
@@ -59,31 +43,4 @@ def write_rows(out: torch.Tensor, part: torch.Tensor, total: torch.Tensor | None
         out: (b, h, s, d), of 16 or 32 bits, with any strides.
         part, total: of the same shape, as out; total may be out.
     """
-    if not out.numel():
-        return
-    tensors = out, part, total
-    alignment = alignment_of([tensor.data_ptr() for tensor in tensors if tensor is not None])
-    strides = tuple([None if tensor is None else tensor.stride() for tensor in tensors])
-    dtypes = tuple([None if tensor is None else tensor.dtype for tensor in tensors])
-    write_rows_launch(tuple(out.shape), strides, dtypes, out.device, alignment)(*tensors)
-
-
-@registered
-@lru_cache(maxsize=1024)
-def write_rows_launch(shape: Sizes, strides: tuple[Sizes | None, ...], dtypes: tuple[torch.dtype | None, ...],
-                      device: torch.device, alignment: tuple[bool, ...]) -> Launch:
-    """Bind the kernel: call what is returned with out, part and total.
-
-    Args:
-        shape: of out.
-        strides, dtypes: of these three; None of what is not there.
-        device, alignment: of all, and which of those that are there begin at a multiple of 16 bytes: a launch keeps
-            the kernel of its first call.
-    """
-    del dtypes, device, alignment
-    b, heads, rows, d = shape
-    block = max(_AT_LEAST, 1 << (d - 1).bit_length())
-    at_once = max(1, _ELEMENTS // block)
-    tiles = -(-rows // at_once)
-    return Launch(write_rows_kernel, tiles * heads * b, (RowNumbers(rows, heads, tiles), d, block, at_once), strides,
-                  num_warps=4, num_stages=1)
+    launch_on_rows(write_rows_kernel, out, (out, part, total))
