@@ -269,7 +269,8 @@ def prepare_hopper(request):
         launch = backward_launch(problem, config, schedule, problem.q_strides, 132, plan=strides)
         if schedule.group_splits > 1:
             launch, written[1:3] = launch.launch, [torch.empty_strided(*form) for form in launch.forms]
-        taken, data = (q, k, v, out, rows, rows), (*lengths, operands.seed, *plan, operands.alibi_slopes)
+        taken = (q, k, v, out, rows, rows)
+        data = (*lengths, operands.seed, *plan, operands.alibi_slopes, operands.bias, *operands.score_tensors)
         if config.kernel == "d256":
             launch = launch.dq if request["part"] == "dq" else launch.dkdv
             arguments = launch.arguments((*taken, *(written[:1] if request["part"] == "dq" else written[1:3])))

@@ -21,6 +21,11 @@ CAUSAL = Case("causal", b=1, hq=2, hk=1, sq=130, sk=130, d=16, dv=24, mask=causa
 EVERYTHING = Case("everything", b=2, hq=4, hk=2, sq=70, sk=97, d=32, dv=32, mask=window(40, 20, "bottom_right"),
                   bias="bhqk", mask_tensor="b11k", alibi="h", sinks=True, softcap=4.0, dropout_p=0.25,
                   operand_dtype="float32")
+IN_16_BITS = [
+    Case("narrow", b=2, hq=4, hk=2, sq=150, sk=190, d=64, dv=64, mask=causal("bottom_right")),
+    Case("wide", b=1, hq=2, hk=1, sq=190, sk=150, d=128, dv=128, mask=window(100, 20, "top_left")),
+    Case("optioned", b=2, hq=4, hk=2, sq=150, sk=190, d=64, dv=64, mask=window(90, 30, "bottom_right"), alibi="h",
+         sinks=True, softcap=4.0)]
 NAMES = [(name, None) for name in ("relative", "damped", "squashed")] + [(None, "dilated"), (None, "chosen"),
                                                                         ("relative", "chosen"), ("squashed", "dilated")]
 
@@ -101,6 +106,15 @@ def test_mask_functions_that_are_joined_stay_within_error_budget(backend, device
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_functions_stay_within_error_budget_in_half_precision(backend, dtype, device):
     call = Call(EVERYTHING, "damped", "dilated", device, dtype)
+    call.assert_within_budget(*call.run(backend))
+
+
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", IN_16_BITS, ids=str)
+@pytest.mark.parametrize("score", ["relative", "damped", "squashed"])
+def test_score_functions_stay_within_error_budget_in_16_bits(backend, score, case, half, device):
+    """Of calls that the Hopper kernels take in both passes."""
+    call = Call(case, score, None, device, half)
     call.assert_within_budget(*call.run(backend))
 
 

@@ -66,18 +66,24 @@ def alibi_of(problem, slopes):
     return slopes.double()[..., None, None] * distance
 
 
-def expected(problem, tensors, visible=None, taken_off=0.0):
+def expected(problem, tensors, visible=None, taken_off=0.0, function=None):
     """dq, dk and dv of any lse and delta, in float64; dq before it is scaled.
 
-    visible: the mask, if it is no band. taken_off: of scaled scores.
+    visible: the mask, if it is no band. taken_off: of scaled scores, behind what a function makes of them.
     """
     q, k, v, dout, lse, delta = (tensor.double() for tensor in tensors)
     wide_k, wide_v = (tensor.repeat_interleave(problem.group, 1) for tensor in (k, v))
     queries, keys = problem.seeing_queries, problem.seen_keys
     if visible is None:
         visible = problem.mask.visible(problem.sq, problem.sk)[queries.start:queries.stop, keys.start:keys.stop]
-    probs = torch.exp(SCALE * q @ wide_k.mT - taken_off - lse[..., None]).masked_fill(~visible, 0.0)
-    dscores = probs * (dout @ wide_v.mT - delta[..., None])
+    scores = SCALE * q @ wide_k.mT
+    slopes = torch.ones_like(scores)
+    if function is not None:
+        given = scores.requires_grad_()
+        scores = function(given)
+        slopes, scores = torch.autograd.grad(scores.sum(), given)[0], scores.detach()
+    probs = torch.exp(scores - taken_off - lse[..., None]).masked_fill(~visible, 0.0)
+    dscores = probs * (dout @ wide_v.mT - delta[..., None]) * slopes.masked_fill(~visible, 0.0)
     dk, dv = ((left.mT @ right).unflatten(1, (-1, problem.group)).sum(2)
               for left, right in ((dscores, q), (probs, dout)))
     return dscores @ wide_k, dk * SCALE, dv

@@ -9,18 +9,19 @@ from emulation.backward_calls import dq_of_accum, extra_columns_of
 from emulation.hopper_calls import bound_backward
 from tilewise.kernels.hopper.arguments import BackwardPointers, Lengths
 
-gluon_on_cpu, plan_on_cpu = (
+gluon_on_cpu, plan_on_cpu, forward_on_cpu = (
     pytest.importorskip(f"emulation.{name}", reason="Triton is not installed") for name in (
-        "gluon_on_cpu", "plan_on_cpu"))
-(mask_plan, mask_ranges, pipeline, softmax, alibi, varlen, tiles, augmented_k, bias, d64, d128, dq_accum, assignment,
- mmas, masking, epilogue, producers) = (
+        "gluon_on_cpu", "plan_on_cpu", "forward_on_cpu"))
+(mask_plan, mask_ranges, pipeline, softmax, alibi, score_functions, varlen, tiles, augmented_k, bias, d64, d128,
+ dq_accum, assignment, mmas, masking, epilogue, producers) = (
     pytest.importorskip(f"tilewise.kernels.hopper.{name}") for name in (
-        "mask_plan", "mask_ranges", "pipeline", "softmax", "alibi", "varlen", "tile_scheduler", "backward.augmented_k",
+        "mask_plan", "mask_ranges", "pipeline", "softmax", "alibi", "score_functions", "varlen", "tile_scheduler",
+        "backward.augmented_k",
         "backward.bias", "backward.d64", "backward.d128", "backward.dq_accum", "backward.kv_tile_assignment",
         "backward.mmas", "backward.masking", "backward.epilogue", "backward.producers"))
 Descriptor, Pointer = gluon_on_cpu.Descriptor, gluon_on_cpu.Pointer
 MODULES = (d64, d128, producers, mmas, masking, epilogue, dq_accum, augmented_k, bias, varlen, pipeline, softmax, alibi,
-           assignment, tiles, mask_plan, mask_ranges)
+           score_functions, assignment, tiles, mask_plan, mask_ranges)
 CONSTANTS = {(module, "QUERIES"): 64 for module in MODULES if hasattr(module, "QUERIES")} | {
     (module, "LOG2E"): math.log2(math.e) for module in (d64, d128, producers, bias, softmax)} | {
     (producers, "LOST"): 2.0**24} | {
@@ -29,7 +30,7 @@ CONSTANTS = {(module, "QUERIES"): 64 for module in MODULES if hasattr(module, "Q
     (module, "WRITERS"): 2 for module in (d64, dq_accum)} | {
     (module, "NO_TILE"): -1 for module in (d64, d128, producers, tiles)} | {
     (module, "scheduling_fence_of"): lambda values, turn: (values, turn) for module in (d128, pipeline)} | {
-    (bias, "in_float32"): lambda numbers: numbers.float(),
+    (bias, "in_float32"): lambda numbers: numbers.float(), (d128, "squashed"): forward_on_cpu.squashed,
     (d64, "ZERO"): 0, (d64, "ONE"): 1} | plan_on_cpu.plan_constants(MODULES)
 
 
@@ -39,12 +40,12 @@ def filled_splits(launch):
 
 
 def differentiate(problem, tensors, config, num_sms, together, plan=None, borders=None, slopes=None, added=None,
-                  group_splits=1):
+                  group_splits=1, function_tensors=()):
     """Return dq before it is scaled, dk and dv.
 
     together: how many CTAs run at once. plan: lists, bits and strides of a mask that is no band. borders: cu_seqlens of
     queries and keys, of packed sequences; dq is then left in the accumulator's order. slopes: ALiBi's. added: a bias.
-    group_splits: as of a schedule; dk and dv are then those of splits.
+    group_splits: as of a schedule; dk and dv are then those of splits. function_tensors: what a score function reads.
     """
     lists, bits, strides = (None, None, None) if plan is None else plan
     launch = bound_backward(problem, config, num_sms, plan=strides, group_splits=group_splits)
@@ -70,8 +71,10 @@ def differentiate(problem, tensors, config, num_sms, together, plan=None, border
     workspace = Pointer(counter) if config.dynamic_tiles else Pointer(whole) if config.head_persistent else Pointer(
         semaphores.view(torch.int32)) if config.deterministic else None
     packed = (None, None) if borders is None else (Pointer(dk.view(-1)), Pointer(dv.view(-1)))
+    flat = tuple(Pointer(one.flatten()) for one in function_tensors)
     pointers = BackwardPointers(*packed, None, *(None if part is None else Pointer(part.flatten())
-                                                 for part in (lists, bits, slopes)), of_delta)
+                                                 for part in (lists, bits, slopes)), of_delta,
+                                launch.function._replace(tensors=flat))
     of_sequences = (None, None) if borders is None else map(Pointer, borders)
     lengths = () if is_narrow else (Lengths(*of_sequences, None, None),)
     gluon_on_cpu.run(launch.kernel, MODULES, launch.grid[0],

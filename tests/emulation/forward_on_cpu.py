@@ -8,7 +8,16 @@ from emulation.gluon_on_cpu import Descriptor, Pointer, run
 from emulation.gluon_values import whole
 from emulation.hopper_calls import bound_forward
 from emulation.plan_on_cpu import plan_constants
-from tilewise.kernels.hopper import alibi, mask_plan, mask_ranges, pipeline, products, softmax, varlen
+from tilewise.kernels.hopper import (
+    alibi,
+    mask_plan,
+    mask_ranges,
+    pipeline,
+    products,
+    score_functions,
+    softmax,
+    varlen,
+)
 from tilewise.kernels.hopper import tile_scheduler as tiles
 from tilewise.kernels.hopper.forward import dropout, epilogue, scores, split_kv
 from tilewise.kernels.hopper.forward import kernel as forward
@@ -20,7 +29,7 @@ from tilewise.problem.options import NO_OPERANDS, OperandSpec, ScoreOptions
 from tilewise.testing import oracle
 
 MODULES = (forward, alibi, loading, split_kv, varlen, pipeline, products, epilogue, softmax, tiles, mask_plan,
-           mask_ranges, scores, dropout)
+           mask_ranges, scores, score_functions, dropout)
 
 
 def split_halves(s):
@@ -92,7 +101,8 @@ def attend(problem, config, tensors, pack_gqa=1, split_kv=None, sinks=None, prog
 def _as_kernels_have(given, written=()):
     """A tensor as a pointer, one that is ``written`` as a pointer to its own memory; an integer as a tensor's."""
     if isinstance(given, tuple):
-        return given._make(_as_kernels_have(one, written) for one in given)
+        made = [_as_kernels_have(one, written) for one in given]
+        return given._make(made) if hasattr(given, "_make") else tuple(made)
     if isinstance(given, torch.Tensor):
         if any(given is one for one in written):
             return Pointer(given.view(-1))

@@ -8,15 +8,17 @@ import pytest
 import torch
 
 from emulation.hopper_calls import bound_forward, problem_of, scalars_of
+from tilewise.functions import FunctionCode
 from tilewise.kernels.hopper.forward.config import HopperForwardConfig
 from tilewise.masks import Mask, causal, window
-from tilewise.problem.options import OperandSpec, ScoreOptions
+from tilewise.problem.options import FunctionSpec, OperandSpec, ScoreOptions
 from tilewise.problem.sequences import Sequences
 from tilewise.tuning import schedules_hopper
 
 forward_on_cpu = pytest.importorskip("emulation.forward_on_cpu", reason="Triton is not installed")
 attend, call_of, check, combined = (
     getattr(forward_on_cpu, name) for name in ("attend", "call_of", "check", "combined"))
+FUNCTION = FunctionSpec(FunctionCode("changes", None, None, None, 0), ())
 TWO, THREE = HopperForwardConfig(128, 2), HopperForwardConfig(128, 3, ping_pong=True)
 WIDE = HopperForwardConfig(64, 2, q_stages=1, epilogue_passes=2)
 CASES = {
@@ -179,5 +181,6 @@ def test_the_maximum_is_frozen_where_keys_are_many_and_no_lower_bound_hides_the_
             (problem_of(d=256), WIDE, True), (problem_of(100, 512), TWO, True), (problem_of(4096, 511), TWO, False),
             (problem_of(mask=window(9, 0)), TWO, False), (problem_of(mask=window(9, None)), TWO, False),
             (replace(plain, scores=ScoreOptions(softcap=30.0)), TWO, True),
+            (replace(plain, scores=ScoreOptions(score_function=FUNCTION)), TWO, False),
             (replace(plain, sequences=lengths), TWO, False), (plain, HopperForwardConfig(64, 1), False)):
         assert scalars_of(problem, config)[2].FROZEN_MAX is is_steady

@@ -200,9 +200,11 @@ def test_each_refusal_of_a_bias_says_what_was_got(problem, reason):
     (problem_of(dims=(64, 512)), "takes head dims up to 256, got 64 and 512"),
     (problem_of(mask=prefix(3), sequences=LENGTHS, scores=ScoreOptions(sinks=SINKS)),
      f"takes causal masks and windows with lengths that are data, got {prefix(3)}, sinks"),
+    (problem_of(scores=ScoreOptions(dropout_p=0.5, dropout_origin_k=16)),
+     "takes functions, bias, ALiBi, softcap, sinks and dropout and nothing else that changes scores, got dropout 0.5 "
+     "from 0, 16"),
     (problem_of(scores=ScoreOptions(score_function=FUNCTION, dropout_p=0.5)),
-     "takes bias, ALiBi, softcap, sinks and dropout and nothing else that changes scores, got dropout 0.5, "
-     "score function sees"),
+     "needs a triton function, got sees without one; backend='reference' takes a torch function"),
     (problem_of(dims=(64, 256), scores=ScoreOptions(alibi_slopes=SLOPES)).backward(lse_grad=False),
      "takes, in its backward pass, head dims up to 128 with ALiBi, got 64 and 256"),
     (problem_of(dims=(64, 256), scores=ScoreOptions(dropout_p=0.5)).backward(lse_grad=False),

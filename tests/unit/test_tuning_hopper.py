@@ -104,6 +104,7 @@ def test_registers_bound_keys_and_warpgroups():
 
 
 UNFIT = {"d": {"d": 136}, "dv": {"dv": 136}, "scale": {"scale": 2.0**-41}, "negative": {"scale": -1.0},
+         "function": {"scores": ScoreOptions(score_function=FunctionSpec(FunctionCode("f", None, None, None, 0), ()))},
          "softcap": {"scores": ScoreOptions(softcap=3.0)}, "dropout": {"scores": ScoreOptions(dropout_p=0.1)},
          "alibi": {"scores": ScoreOptions(alibi_slopes=OperandSpec((1, 2), (2, 1), torch.float32))},
          "lengths": {"sequences": Sequences(seqlens_k=OperandSpec((1,), (1,), torch.int32))}}
@@ -114,8 +115,8 @@ UNFIT = {"d": {"d": 136}, "dv": {"dv": 136}, "scale": {"scale": 2.0**-41}, "nega
 def test_k_is_not_augmented_where_something_comes_between_lse_and_the_probabilities(d, config, fields):
     problem = replace(problem_of(d, kernel="hopper_backward"), **fields)
     assert not backward_heuristic(problem).augmented_k
-    allowed = (r"head dims .*, a scale of 2\^-40 or more, and no softcap, dropout, lengths that are data or ALiBi with "
-               "keys ahead")
+    allowed = (r"head dims .*, a scale of 2\^-40 or more, and no softcap, score function, dropout, lengths that are "
+               "data or ALiBi with keys ahead")
     with pytest.raises(InvalidInput, match=rf"^kernel={config.kernel} for .*; allowed are {allowed}\.$"):
         config.columns(problem)
 
@@ -131,6 +132,24 @@ def test_alibi_has_the_config_of_a_plain_call_where_no_key_is_ahead(d, mask, see
         config = backward_heuristic(replace(plain, scores=slopes))
         assert config.augmented_k != sees_ahead
         assert (config == backward_heuristic(plain)) != sees_ahead
+
+
+@pytest.mark.parametrize(("d", "deterministic", "config"), [
+    (64, False, HopperD128Config(s_ahead=True, variant=D128Variant.DQ_FROM_REGISTERS)),
+    (128, False, HopperD128Config(variant=D128Variant.DQ_FROM_REGISTERS)),
+    (64, True, HopperD128Config(variant=D128Variant.DETERMINISTIC)),
+    (128, True, HopperD128Config(variant=D128Variant.DETERMINISTIC))], ids=str)
+def test_a_score_function_has_a_variant_beside_which_registers_are_left(d, deterministic, config):
+    problem = replace(problem_of(d, kernel="hopper_backward"), deterministic=deterministic, **UNFIT["function"])
+    assert backward_heuristic(problem) == hopper_backward_config(problem, DEVICE) == config
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_a_score_function_has_two_warpgroups_in_the_forward_pass_and_no_tuned_tile(d):
+    problem = replace(problem_of(d), b=8, hq=16, hk=16, **UNFIT["function"])
+    config = forward_heuristic(problem)
+    assert (config.consumers, config.ping_pong) == (2, False)
+    assert hopper_forward_config(problem, DEVICE) == config
 
 
 @pytest.mark.parametrize("d", [40, 64, 72, 128])

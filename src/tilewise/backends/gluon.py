@@ -232,7 +232,8 @@ class _BackwardPlan:
         plan = NO_PLAN if self.planner is None else mask_plan(self.planner, operands, self.allocate)
         if operands is NO_OPERANDS and plan is NO_PLAN:
             return ()
-        return (*operands.lengths, operands.seed, *plan, operands.alibi_slopes, operands.bias)
+        return (*operands.lengths, operands.seed, *plan, operands.alibi_slopes, operands.bias,
+                *operands.score_tensors)
 
 
 @registered
@@ -253,7 +254,7 @@ def _backward_plan(problem: AttentionProblem, incoming: tuple[Sizes, Sizes, Size
     forms = *forms_of_gradients(problem, strides), forms_of_results(problem)[1]
     scores = problem.scores
     has_operands = bool(problem.sequences.are_data or scores.sinks or scores.mask or scores.documents_q
-                        or scores.alibi_slopes or scores.bias or (scores.mask_function and scores.mask_function.dtypes))
+                        or scores.alibi_slopes or scores.bias or any(function.dtypes for function in scores.functions))
     planner = planner_of(problem, rows=config.block_n // 64, columns=1)
     schedule = backward_schedule(problem, config, choose_group_splits(problem, config, num_sms))
     return _BackwardPlan(allocator(problem.device), forms, delta_launch(problem, delta_config(problem), *incoming),
@@ -308,6 +309,7 @@ def _wrong_dtype_or_dims(problem: AttentionProblem) -> str | None:
     if problem.direction == "backward" and max(problem.d, problem.dv) > WIDEST_WITH_EVERY_OPTION:
         wanted = {"lengths that are data": problem.sequences.are_data, "a bias": problem.scores.bias is not None,
                   "ALiBi": problem.scores.alibi_slopes is not None,
+                  "a score function": problem.scores.score_function is not None,
                   "softcap": problem.scores.softcap is not None, "dropout": problem.scores.dropout_p > 0.0}
         if any(wanted.values()):
             return (f"takes, in its backward pass, head dims up to {WIDEST_WITH_EVERY_OPTION} with "
@@ -317,9 +319,8 @@ def _wrong_dtype_or_dims(problem: AttentionProblem) -> str | None:
 
 
 def _wrong_options(problem: AttentionProblem) -> str | None:
-    if not problem.is_banded:
-        return _wrong_mask(problem) or _wrong_scores(problem) or _wrong_bias(problem)
-    return _wrong_scores(problem) or _wrong_bias(problem)
+    of_mask = None if problem.is_banded else _wrong_mask(problem)
+    return of_mask or _wrong_scores(problem) or _wrong_bias(problem) or _wrong_function(problem)
 
 
 def _wrong_mask(problem: AttentionProblem) -> str | None:
@@ -353,9 +354,9 @@ def _wrong_scores(problem: AttentionProblem) -> str | None:
                 f"{problem.sequences}")
     plain = problem.scores._replace(softcap=None, sinks=None, max_logit=False, dropout_p=0.0, mask=None,
                                     documents_q=None, documents_k=None, tiles_q=None, tiles_k=None,
-                                    mask_function=None, alibi_slopes=None, bias=None)
+                                    mask_function=None, score_function=None, alibi_slopes=None, bias=None)
     if plain != NO_OPTIONS:
-        return ("takes bias, ALiBi, softcap, sinks and dropout and nothing else that changes scores, got "
+        return ("takes functions, bias, ALiBi, softcap, sinks and dropout and nothing else that changes scores, got "
                 f"{problem.scores}")
     if problem.scores.softcap is not None and problem.scores.softcap > LARGEST_SOFTCAP:
         return f"takes softcaps up to {LARGEST_SOFTCAP:g}, got {problem.scores.softcap:g}"
@@ -368,6 +369,22 @@ def _wrong_scores(problem: AttentionProblem) -> str | None:
         return (f"takes dropout where the first query that sees a key and the first key that is seen are multiples of "
                 f"{DRAW_SPAN}, got {firsts[0]} and {firsts[1]}")
     return None
+
+
+def _wrong_function(problem: AttentionProblem) -> str | None:
+    """Say why a score function is not inlined."""
+    function = problem.scores.score_function
+    if function is None:
+        return None
+    code, is_backward = function.code, problem.direction == "backward"
+    if code.triton is None:
+        return f"needs a triton function, got {code.name} without one; backend='reference' takes a torch function"
+    # Which pairs are dropped stands in the sign of P, and a derivative may be negative.
+    if is_backward and problem.scores.dropout_p and code.derivative is not None:
+        return f"takes, in its backward pass, dropout beside score functions without a derivative, got {problem.scores}"
+    from tilewise.kernels.hopper.inlining import why_not_inlined
+
+    return why_not_inlined(code, function.dtypes, backward=is_backward, int64=problem.positions_are_int64)
 
 
 def _wrong_bias(problem: AttentionProblem) -> str | None:

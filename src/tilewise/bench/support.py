@@ -9,7 +9,7 @@ import re
 import unittest.mock
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from tilewise.problem import AttentionProblem, dense_strides
 from tilewise.problem.options import FunctionSpec, OperandSpec, ScoreOptions
 from tilewise.problem.sequences import Sequences
 from tilewise.support.caches import clear_caches
+from tilewise.support.generated import jit_function
 from tilewise.support.names import DTYPES
 from tilewise.tuning.device import DeviceSpec
 
@@ -100,13 +101,20 @@ def options_of(problem: AttentionProblem) -> dict[str, ScoreOptions]:
         "softcap": {"softcap": 30.0},
         "sinks": {"sinks": operand(torch.float32, heads)},
         "dropout": {"dropout_p": 0.125},
-        "score function": {"score_function": FunctionSpec(FunctionCode("score", _nothing, _nothing, None, 0), ())},
+        "score function": {"score_function": FunctionSpec(FunctionCode("score", _unchanged(), _nothing, None, 0), ())},
         "mask function": {"mask_function": FunctionSpec(FunctionCode(
             "mask", _nothing, _nothing, None, 0, reads_batch=False, reads_head=False), ())},
         "max_logit": {"max_logit": True},
     }
     together = {name: value for options in alone.values() for name, value in options.items()}
     return {name: ScoreOptions(**options) for name, options in {**alone, "all of these": together}.items()}
+
+
+@cache
+def _unchanged() -> Any:
+    """Return a score function in Triton, where that is installed, of which its compiler may be asked."""
+    source = "def score(score, batch, head, q_idx, k_idx):\n    return score\n"
+    return _nothing if importlib.util.find_spec("triton") is None else jit_function("score", source, {})
 
 
 def _nothing(*_: object) -> torch.Tensor:

@@ -210,7 +210,9 @@ class _Text:
     def _as(self, own: Any, dtype: torch.dtype) -> str:
         if isinstance(own, Symbol):
             return self.names[own] if own.dtype is dtype else f"{self.names[own]}.to(tl.{DTYPES[dtype]})"
-        return f"tl.full([], {_literal(own)}, tl.{DTYPES[dtype]})"
+        # By what Gluon has, too. Of float64 it would make float32 first.
+        call = "tl.full([], {}, {})" if dtype is torch.float64 else "tl.cast({}, {})"
+        return call.format(_literal(own), f"tl.{DTYPES[dtype]}")
 
     def _plain(self, own: Any, as_tensor: bool = False) -> str:
         if isinstance(own, Symbol):
@@ -232,7 +234,7 @@ def _score_function(score_mod: Callable[..., Any]) -> tuple[ScoreFunction, tuple
     name = text.add(result)
     tangent = text.tangents[result]
     # What nothing but batch and head decide is a number, and a tile is wanted.
-    triton = [*text.triton, f"return {name}" if tangent else f"return tl.broadcast_to({name}, score.shape)"]
+    triton = [*text.triton, f"return {name}" if tangent else f"return tl.broadcast({name}, score)[0]"]
     twin = [*text.twin, f"return {name}" if tangent else f"return torch.broadcast_to({name}, score.shape)"]
     slopes = [*text.triton, *text.slopes, f"return dscore * {tangent or '0.0'}"]
     head = _head(INPUTS, len(tensors))

@@ -173,6 +173,12 @@ class AttentionProblem:
         return Span(0, self.sq) if self.sequences.are_data else self.band.queries_of(Span(0, self.sk), self.sq)
 
     @property
+    def positions_are_int64(self) -> bool:
+        """Whether functions get positions of 64 bits: they may number the pairs, or the elements of a tensor."""
+        pairs = self.pairs
+        return any(function.is_large or pairs[2] * pairs[3] > 2**31 for function in self.scores.functions)
+
+    @property
     def is_banded(self) -> bool:
         """Whether two bounds say who sees whom: no exceptions from them, documents, boolean mask or function."""
         scores = self.scores

@@ -80,7 +80,7 @@ def forward_heuristic(problem: AttentionProblem, num_sms: int = NUM_SMS) -> Hopp
     if _were_timed(problem):
         least = 768 if problem.mask.right is None else 1792
     scores = problem.scores
-    costs_more = scores.softcap is not None or scores.adds_to_scores or scores.dropout_p > 0.0
+    costs_more = scores.changes_scores or scores.dropout_p > 0.0
     if width <= 64 and length >= least and not costs_more and not _cuts_tiles(problem):
         by_preference.insert(0, HopperForwardConfig(block_n=128, consumers=3, ping_pong=True))
     if problem.sequences.are_data:
@@ -112,12 +112,13 @@ def _two_ping_pong(problem: AttentionProblem, length: int) -> bool:
     At 64, with four stages, causal +0.7 % at 512 and +0.6 % at 1024; at 96 without a mask +8 to 14 %, causal +4 to
     10 %; at 128 without a mask +2 to 3.4 %, causal 0 to +1 %; at 256 +0.4 to 1.2 % to a length of 1024, and nothing or
     little beyond. Of packed sequences -2 to +1 % at 64 and -1 to +2 % at 128. At 192 they lost 0.8 %, causal. With a
-    softcap +1 % at 64 and 128, with dropout +3 and -5 %; a bias lost 3 % at 128. Shorter lengths and windows were not
-    timed.
+    softcap +1 % at 64 and 128, with dropout +3 and -5 %; a bias lost 3 % at 128. Shorter lengths, windows and score
+    functions were not timed.
     """
     widths = sum(pieces_of(problem.d)), sum(pieces_of(problem.dv))
     scores = problem.scores
-    if not _were_timed(problem) or scores.bias is not None or (scores.dropout_p and widths != (64, 64)):
+    if (not _were_timed(problem) or scores.bias is not None or scores.score_function is not None
+            or (scores.dropout_p and widths != (64, 64))):
         return False
     return length >= {(64, 64): 512, (96, 96): 1024, (128, 128): 512, (256, 256): 512}.get(widths, math.inf)
 
@@ -132,15 +133,17 @@ def backward_heuristic(problem: AttentionProblem, num_sms: int = NUM_SMS) -> Hop
     has a second tile. Without augmented K registers hold the next block's S there (+0 to 7 %), and dQ is accumulated
     from registers (+7 to 16 %). Wider heads leave no choice: where registers hold all columns of dK and dV of 64 keys
     each warpgroup has keys of its own (at 192 and 128 1.2 to 1.4 times as fast as sharing them), else two share them.
-    The ring of a bias takes shared memory: a variant beside which it does not fit is not chosen.
+    The ring of a bias takes shared memory: a variant beside which it does not fit is not chosen. With a score function
+    nothing was timed: there are the variants of which Triton 3.6 to 3.9 leave the fewest descriptors of products stray.
     """
     widest = max(problem.d, problem.dv)
     if widest > 128:
         return HopperD192Config() if dk_dv_fit(problem) and not problem.deterministic else HopperD256Config()
     if widest <= 64 and augmented_k_fits(problem):
         return _d64_config(problem, num_sms)
+    has_function = problem.scores.score_function is not None
     if problem.deterministic:
-        return HopperD128Config(s_ahead=widest <= 64, variant=D128Variant.DETERMINISTIC)
+        return HopperD128Config(s_ahead=widest <= 64 and not has_function, variant=D128Variant.DETERMINISTIC)
     if augmented_k_fits(problem):
         owns_heads = choose_ctas_per_head(problem, num_sms) > 0
         own = HopperD128AugmentedKConfig(variant=D128AugmentedKVariant.HEAD_PERSISTENT if owns_heads
@@ -149,7 +152,7 @@ def backward_heuristic(problem: AttentionProblem, num_sms: int = NUM_SMS) -> Hop
             return own
     if widest <= 64:
         return HopperD128Config(s_ahead=True, variant=D128Variant.DQ_FROM_REGISTERS)
-    return HopperD128Config()
+    return HopperD128Config(variant=D128Variant.DQ_FROM_REGISTERS if has_function else D128Variant.DQ_STAGED)
 
 
 def _d64_config(problem: AttentionProblem, num_sms: int) -> HopperD64Config:

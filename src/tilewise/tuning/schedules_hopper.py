@@ -84,8 +84,9 @@ def _freezes_max(problem: AttentionProblem, config: HopperForwardConfig) -> bool
     # A window's first blocks are masked at both ends; of a mask plan those of the diagonal come first.
     sees_first = problem.band.lower is None or not problem.is_banded
     # A bias may hide the keys of a tile's first blocks; ALiBi favours other keys where queries see those ahead, or
-    # where a slope is negative, which is seldom.
-    falls = problem.scores.bias is None and (problem.scores.alibi_slopes is None or not problem.sees_ahead)
+    # where a slope is negative, which is seldom. A function may do either.
+    changes = problem.scores.bias is not None or problem.scores.score_function is not None
+    falls = not changes and (problem.scores.alibi_slopes is None or not problem.sees_ahead)
     return (not problem.sequences.are_data and sees_first and falls and not problem.scores.max_logit
             and config.consumers > 1 and len(problem.seen_keys) >= LEAST_FROZEN)
 

@@ -82,13 +82,14 @@ def _is_measured(kernel: str, problem: AttentionProblem) -> bool:
     """Whether a table could have measured such a call.
 
     Rows are of plain calls with one head dim, whose tiles have one piece of 64, 128 or 256 columns, and with as many
-    queries as keys, all seen or the causal ones. Softcap, sinks and dropout take registers, lengths that are data, mask
-    plans and sums in a fixed order take other ways.
+    queries as keys, all seen or the causal ones. Softcap, functions, sinks and dropout take registers, lengths that are
+    data, mask plans and sums in a fixed order take other ways.
     """
     scores, mask = problem.scores, problem.mask
     return (problem.d == problem.dv and pieces_of(problem.d) == (kernel_width(problem),)
             and problem.sq == problem.sk and mask.left is None and mask.right in (None, 0)
-            and scores.softcap is None and scores.sinks is None and not scores.dropout_p
+            and scores.softcap is None and scores.score_function is None and scores.sinks is None
+            and not scores.dropout_p
             and not problem.sequences.are_data and problem.is_banded
             and (kernel == "hopper_forward" or (not problem.deterministic and problem.scale >= LEAST_SCALE)))
 

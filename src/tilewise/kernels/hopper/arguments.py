@@ -41,7 +41,7 @@ class Scaling(NamedTuple):
     scale_log2: scale * log2(e), or with a softcap 2 softcap * log2(e). squash: what the products are multiplied by
     first, None without a softcap (``softmax.squashed``). exact_scale: the least power of two that is no less than
     scale_log2, which takes its place in rows of huge scores (``softmax.shift_for``). to_natural: where something is
-    added to scores, the scale, or twice the softcap; scale_log2 is log2(e) then. Else None.
+    added to scores, or a function changes them, the scale, or twice the softcap; scale_log2 is log2(e) then. Else None.
     """
 
     scale_log2: Any
@@ -75,12 +75,31 @@ class PlanNumbers(NamedTuple):
     bits_group: Any
 
 
+class ScoreFunction(NamedTuple):
+    """A score function of the user's, inlined in a kernel, and pointers to its tensors; without one None's.
+
+    derivative: in the backward pass; None where the gradient passes unchanged.
+    """
+
+    call: Any = None
+    derivative: Any = None
+    tensors: tuple[Any, ...] | None = None
+
+
+class FirstPair(NamedTuple):
+    """With a score function, the positions of the first query and key that a kernel is given, else None's."""
+
+    query: Any = None
+    key: Any = None
+
+
 class ForwardPointers(NamedTuple):
     """What only some calls of the forward kernel read or write, each None in the others.
 
     out: of packed sequences, past whose last row copies by TMA would write. partial: with C.SPLIT_KV, float32. sinks:
     not with C.SPLIT_KV, where they enter when partial results are combined. seed: with C.HAS_DROPOUT. lists, bits:
-    with C.MASK_PLAN (mask_plan.py). max_logit: float32, as lse; without C.FROZEN_MAX and C.SPLIT_KV.
+    with C.MASK_PLAN (mask_plan.py). max_logit: float32, as lse; without C.FROZEN_MAX and C.SPLIT_KV. function: a
+    ScoreFunction.
     """
 
     out: Any
@@ -90,6 +109,7 @@ class ForwardPointers(NamedTuple):
     lists: Any = None
     bits: Any = None
     max_logit: Any = None
+    function: Any = ScoreFunction()
 
 
 class ScoreOperands(NamedTuple):
@@ -129,7 +149,7 @@ class ForwardNumbers(NamedTuple):
     group: query heads per kv head. num_sequences: how many there are where their lengths are on the device,
     else None. sinks_stride: None of 1, and without sinks. plan: with C.MASK_PLAN a PlanNumbers. diagonal: with ALiBi,
     where lengths are not on the device, the key that query 0 is at no distance from, counted from the first one that is
-    seen.
+    seen. first_pair: a FirstPair.
     """
 
     grid: Any
@@ -142,14 +162,19 @@ class ForwardNumbers(NamedTuple):
     plan: Any = None
     diagonal: Any = None
     dropout: Any = DropoutNumbers()
+    first_pair: Any = FirstPair()
 
 
 class Scales(NamedTuple):
-    """What dK and dQ are multiplied by, and what scores are, to base 2. squash: as in ``softmax.squashed``."""
+    """What dK and dQ are multiplied by, and what scores are, to base 2. squash: as in ``softmax.squashed``.
+
+    to_natural: with a score function what products, or tanh, are multiplied by for it, else None.
+    """
 
     gradient: Any
     scale_log2: Any
     squash: Any = None
+    to_natural: Any = None
 
 
 class BackwardPointers(NamedTuple):
@@ -157,7 +182,7 @@ class BackwardPointers(NamedTuple):
 
     dk, dv: of packed sequences, past whose last row copies by TMA would write. seed: with C.HAS_DROPOUT. lists, bits:
     with C.MASK_PLAN (mask_plan.py). slopes: with C.HAS_ALIBI. delta: with a bias, without C.AUGMENTED_K; the bias, a
-    descriptor, then stands in its own place.
+    descriptor, then stands in its own place. function: a ScoreFunction.
     """
 
     dk: Any
@@ -167,6 +192,7 @@ class BackwardPointers(NamedTuple):
     bits: Any = None
     slopes: Any = None
     delta: Any = None
+    function: Any = ScoreFunction()
 
 
 class BiasPlace(NamedTuple):
@@ -182,7 +208,7 @@ class BiasPlace(NamedTuple):
 
 
 class BackwardNumbers(NamedTuple):
-    """The numbers of a backward launch. group, num_sequences, plan, diagonal: as in ForwardNumbers.
+    """The numbers of a backward launch. group, num_sequences, plan, diagonal, first_pair: as in ForwardNumbers.
 
     slopes_b, slopes_h: strides of ALiBi's slopes, in elements, 0 along a dim that is shared. Without ALiBi these and
     diagonal are None. bias: a BiasPlace, or None. group_splits: where a group's query heads are split among tiles, how
@@ -201,6 +227,7 @@ class BackwardNumbers(NamedTuple):
     diagonal: Any = None
     bias: Any = None
     group_splits: Any = None
+    first_pair: Any = FirstPair()
 
 
 class RowStats(NamedTuple):

@@ -1,6 +1,7 @@
 """What differs between Triton versions; nothing else here may look at the version."""
 
 from triton._C.libtriton import ir
+from triton.experimental.gluon import _runtime
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin, shared_memory_descriptor
 from triton.experimental.gluon.language.nvidia.hopper import tma
@@ -13,6 +14,9 @@ tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_s
 tma_store_wait = tma.store_wait
 # Public from 3.9 on.
 reinterpret = getattr(shared_memory_descriptor, "reinterpret", None) or shared_memory_descriptor._reinterpret
+
+# Public from 3.9 on: what a kernel is compiled from for a GPU that is not here.
+GluonASTSource = _runtime.GluonASTSource
 
 # From 3.8 on Triton copies a product's left operand, where it is in registers, ahead of the product. The assembler of
 # 3.9, ptxas 13.4, leaves these copies in the machine code: of an operand that stays in registers from step to step

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tilewise.kernels.driver import raw_stream
-from tilewise.kernels.hopper.arguments import DropoutNumbers
+from tilewise.kernels.hopper.arguments import DropoutNumbers, FirstPair, ScoreFunction
 from tilewise.problem import AttentionProblem
 from tilewise.problem.options import DRAWS
 
@@ -69,6 +69,32 @@ def dropout_of(problem: AttentionProblem, first_query: int) -> DropoutNumbers:
         return DropoutNumbers()
     return DropoutNumbers(int(dropout_p * DRAWS), 2.0 * (1.0 - dropout_p), 1.0 / (1.0 - dropout_p), first_query,
                           problem.seen_keys.start)
+
+
+def function_of(problem: AttentionProblem) -> ScoreFunction:
+    """Return a call's score function and its derivative, without tensors."""
+    spec = problem.scores.score_function
+    if spec is None:
+        return ScoreFunction()
+    return ScoreFunction(spec.code.triton, spec.code.derivative)
+
+
+def with_tensors(function: ScoreFunction, tensors: tuple[Any, ...]) -> ScoreFunction:
+    """Return a function with its tensors; no function has none, not an empty tuple, which Triton would hand over."""
+    return function if function.call is None else function._replace(tensors=tensors)
+
+
+def function_flags(problem: AttentionProblem) -> dict[str, bool]:
+    """Return what is fixed of a score function when a kernel is compiled."""
+    has_function = problem.scores.score_function is not None
+    return {"HAS_FUNCTION": has_function, "INT64": has_function and problem.positions_are_int64}
+
+
+def first_pair_of(problem: AttentionProblem, first_query: int) -> FirstPair:
+    """Return where the queries and keys of a kernel begin whose rows count from a query."""
+    if problem.scores.score_function is None:
+        return FirstPair()
+    return FirstPair(first_query, problem.seen_keys.start)
 
 
 def counter_of(device: torch.device) -> torch.Tensor:

@@ -26,7 +26,7 @@ _Q_BEGIN = gl.constexpr(9)  # the first query that sees a key
 _K_BEGIN = gl.constexpr(10)  # the first key that is seen
 _ROWS = gl.constexpr(11)  # keys that there is a row of
 _FIRST_BLOCK = gl.constexpr(12)  # which of a head's blocks of the dQ accumulator is the sequence's first
-_SEQUENCE = gl.constexpr(13)  # where C.HAS_DROPOUT or C.HAS_ALIBI, its number: random numbers and slopes depend on it
+_SEQUENCE = gl.constexpr(13)  # where C.HAS_DROPOUT, C.HAS_ALIBI or C.HAS_FUNCTION, its number, which these depend on
 _DIAGONAL = gl.constexpr(14)  # where C.HAS_ALIBI, the key that its query 0 stands on
 _CLEARED = gl.constexpr(32)  # rows that are read and written at once
 
@@ -212,7 +212,7 @@ def locate_keys(tile, bounds, lengths, C: gl.constexpr):
     q_end = gl.where(first < k_end, q_end, 0)
     numbers = (first, tile.head, tile.batch, q_end, k_end, lower, upper, row_q, row_k, q_begin, k_begin, rows,
                first_block)
-    if C.HAS_DROPOUT or C.HAS_ALIBI:
+    if C.HAS_DROPOUT or C.HAS_ALIBI or C.HAS_FUNCTION:
         numbers = numbers + (gl.minimum(sequence, num_sequences - 1),)  # behind them all the last one
     if C.HAS_ALIBI:
         numbers = numbers + (sk - sq if C.BOTTOM_RIGHT else 0,)
@@ -259,7 +259,7 @@ def key_rows_of(metadata, key, C: gl.constexpr):
 
 @gluon.jit
 def sequence_at(metadata, batch, C: gl.constexpr):
-    """Return, where C.HAS_DROPOUT or C.HAS_ALIBI, the number of a tile's sequence, for four warps."""
+    """Return, where _SEQUENCE says that it is there, the number of a tile's sequence, for four warps."""
     if C.VARLEN:
         return load_tile_metadata(metadata, _SEQUENCE, 4)
     else:

@@ -249,9 +249,8 @@ def needs_int64(problem: AttentionProblem, *strides: Sizes) -> bool:
     """Whether an offset inside one head passes 2^31; offsets of heads and batches are 64-bit in any case."""
     length, width = max(problem.sq, problem.sk), problem.width + problem.tail_width
     pairs = problem.pairs
-    if any(function.is_large or pairs[2] * pairs[3] > 2**31
-           for function in (problem.scores.score_function, problem.scores.mask_function) if function is not None):
-        return True  # it may number the pairs, or the elements of its tensors
+    if problem.positions_are_int64:
+        return True
     for facts in (problem.scores.bias, problem.scores.mask):
         if facts is not None:
             _, _, along_q, along_k = facts.expanded(pairs)

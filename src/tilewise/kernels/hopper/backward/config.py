@@ -422,7 +422,8 @@ class HopperDbiasConfig:
 BACKWARD_CONFIGS: dict[BackwardKernel, type[HopperBackwardConfig]] = {kind.kernel: kind for kind in (
     HopperD64Config, HopperD128AugmentedKConfig, HopperD128Config, HopperD192Config, HopperD256Config)}
 _NO_BIAS = "calls without a bias"
-_FOR_AUGMENTED_K = "a scale of 2^-40 or more, and no softcap, dropout, lengths that are data or ALiBi with keys ahead"
+_FOR_AUGMENTED_K = ("a scale of 2^-40 or more, and no softcap, score function, dropout, lengths that are data or ALiBi "
+                    "with keys ahead")
 
 
 def dk_dv_fit(problem: AttentionProblem) -> bool:
@@ -438,8 +439,8 @@ def augmented_k_fits(problem: AttentionProblem) -> bool:
     """
     scores = problem.scores
     return (max(problem.d, problem.dv) <= 128 and problem.scale >= LEAST_SCALE and scores.softcap is None
-            and (scores.alibi_slopes is None or not problem.sees_ahead) and not scores.dropout_p
-            and not problem.sequences.are_data)
+            and scores.score_function is None and (scores.alibi_slopes is None or not problem.sees_ahead)
+            and not scores.dropout_p and not problem.sequences.are_data)
 
 
 def _bias_bytes(problem: AttentionProblem) -> int:

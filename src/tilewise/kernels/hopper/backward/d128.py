@@ -99,6 +99,13 @@ from tilewise.kernels.hopper.pipeline import (
     optimization_barrier,
     scheduling_fence_of,
 )
+from tilewise.kernels.hopper.score_functions import (
+    HeadPlace,
+    as_tile,
+    function_arguments,
+    function_of_pairs,
+    gradient_of_pairs,
+)
 from tilewise.kernels.hopper.softmax import LOG2E, squashed
 from tilewise.kernels.hopper.tile_scheduler import (
     NO_TILE,
@@ -128,8 +135,30 @@ def take_off_distances(exponents, first_query, slope_log2, view, C: gl.constexpr
 
 
 @gluon.jit
+def exponents_of_function(scores, lse, first_query, bits, head, view, args, MASKED: gl.constexpr,
+                          FUNCTION: gl.constexpr, DERIVATIVE: gl.constexpr, C: gl.constexpr):
+    """Return the exponents of what a function makes of scores, which are products, or tanh, and its derivative, if any.
+
+    The derivative is a factor of dS, 0 where a pair is hidden: there the function may make NaN. It comes with the
+    function, not with dS: what the two have in common would else take registers in between.
+    """
+    place = HeadPlace(view.sequence, head.head, args.function_tensors, args.first_pair)
+    corner = (first_query, view.key)
+    arguments = function_arguments(scores, corner, place, view.bounds, True, MASKED, C.INT64)
+    pairs = as_pairs(scores) * args.scales.to_natural
+    made = as_tile(function_of_pairs(pairs, arguments, place.tensors, FUNCTION), scores)
+    slopes = ()
+    if DERIVATIVE is not None:
+        ones = gl.full(pairs.shape, 1.0, gl.float32, layout=pairs.type.layout)
+        slopes = as_tile(gradient_of_pairs(ones, pairs, arguments, place.tensors, DERIVATIVE), scores)
+        if MASKED:
+            slopes = hide_pairs(slopes, first_query, bits, view, C)
+    return made * LOG2E - lse[None, :], slopes
+
+
+@gluon.jit
 def attend_blocks(begin, end, count, state, head, view, args, smem, draws, WG: gl.constexpr, MASKED: gl.constexpr,
-                  C: gl.constexpr):
+                  FUNCTION: gl.constexpr, DERIVATIVE: gl.constexpr, C: gl.constexpr):
     """Blocks ``begin`` to ``end`` of a query head: add to dK and dV in registers, and to dQ in memory.
 
     count: the Q pipe's iteration; returns the next one, and the state.
@@ -141,16 +170,12 @@ def attend_blocks(begin, end, count, state, head, view, args, smem, draws, WG: g
     LEFT: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
     ROW: gl.constexpr = gl.SliceLayout(0, SCORE_LAYOUT)
     DTYPE: gl.constexpr = kv.k_tiles.dtype
-    unmasked_start = 0
-    if not C.MASK_PLAN:
-        unmasked_start = blocks.start + (blocks.upper_boundary - blocks.boundary) * QUERIES
-    if C.VARLEN:
-        count = optimization_barrier(count)
+    unmasked_start = 0 if C.MASK_PLAN else blocks.start + (blocks.upper_boundary - blocks.boundary) * QUERIES
+    count = optimization_barrier(count) if C.VARLEN else count
     for step in range(begin, end):
         stage = count % C.Q_STAGES
-        wg = WG
-        if C.AUGMENTED_K:  # else what all operands' addresses are made of stays in registers between tiles, and spills
-            wg = optimization_barrier(wg)
+        # Else what all operands' addresses are made of stays in registers between tiles, and spills.
+        wg = optimization_barrier(WG) if C.AUGMENTED_K else WG
         k = kv.k_tiles.index(wg).reshape([64, C.WIDTH])
         v = kv.v_tiles.index(wg).reshape([64, C.WIDTH])
         if C.HEAD_PERSISTENT:
@@ -159,9 +184,7 @@ def attend_blocks(begin, end, count, state, head, view, args, smem, draws, WG: g
             first_query = q_block_start(step, blocks, C)
         else:  # in ascending order, behind the masked ones at the first queries
             first_query = unmasked_start + step * QUERIES
-        bits = ()
-        if MASKED:
-            bits = bits_of_step(step, view, QUERIES, C)
+        bits = bits_of_step(step, view, QUERIES, C) if MASKED else ()
         await_bias(smem.bias, count, C)
         if not C.S_AHEAD:
             consumer_wait(smem.q.full, count, C.Q_STAGES)
@@ -185,7 +208,11 @@ def attend_blocks(begin, end, count, state, head, view, args, smem, draws, WG: g
         else:
             if args.scales.squash is not None:  # tanh
                 scores = 1.0 + 2.0 * squashed(scores, args.scales.squash, False)
-            exponents = scores * scale_log2 - lse[None, :]
+            if C.HAS_FUNCTION:
+                exponents, slopes = exponents_of_function(scores, lse, first_query, bits, head, view, args, MASKED,
+                                                          FUNCTION, DERIVATIVE, C)
+            else:
+                exponents = scores * scale_log2 - lse[None, :]
             if C.HAS_ALIBI:
                 exponents = take_off_distances(exponents, first_query, head.slope_log2, view, C)
         probs = gl.exp2(add_bias(exponents, read_bias(smem.bias, count, WG, C), C))
@@ -198,10 +225,12 @@ def attend_blocks(begin, end, count, state, head, view, args, smem, draws, WG: g
             left_probs = gl.convert_layout(probs.to(DTYPE), LEFT)
         if args.scales.squash is not None:  # scores are tanh's; its derivative is the factor of dS
             probs = probs * (1.0 - scores * scores)
-        if not C.AUGMENTED_K:
-            delta = row_stats.index(2 * stage + 1).load(ROW)
+        if DERIVATIVE is not None:
+            probs = probs * slopes
         if C.AUGMENTED_K:  # above the wait, beside dP
             probs, count = scheduling_fence_of(probs, count)
+        else:
+            delta = row_stats.index(2 * stage + 1).load(ROW)
         dprobs = warpgroup_mma_wait(0, deps=(dprobs_pending,))
         if C.AUGMENTED_K:
             if count == view.last_count:
@@ -266,7 +295,8 @@ def draws_of(args, metadata, tile, C: gl.constexpr):
 
 
 @gluon.jit
-def attend_tile(args, smem, tile, count, tile_count, WG: gl.constexpr, C: gl.constexpr):
+def attend_tile(args, smem, tile, count, tile_count, WG: gl.constexpr, FUNCTION: gl.constexpr,
+                DERIVATIVE: gl.constexpr, C: gl.constexpr):
     """Consumer: dK and dV of 64 keys of a tile, and its part of dQ of every block. Returns the next iteration."""
     kv, group, outputs = smem.kv, args.group, args.outputs
     total = args.bounds.sq  # queries of all sequences
@@ -302,10 +332,11 @@ def attend_tile(args, smem, tile, count, tile_count, WG: gl.constexpr, C: gl.con
         bits = bits_of_rows(args.plan, tile.batch, tile.head, key // 64)
     diagonal = ()
     sequence = tile.batch
-    if C.HAS_ALIBI:
+    if C.HAS_ALIBI or C.HAS_FUNCTION:
         sequence = sequence_at(smem.metadata, tile.batch, C)
+    if C.HAS_ALIBI:
         diagonal = diagonal_at(smem.metadata, args.alibi.diagonal, C)
-    view = TileView(key, blocks, bounds, last_count, bits, diagonal)
+    view = TileView(key, blocks, bounds, last_count, bits, diagonal, sequence)
     state = State(scores, dk, dv)
     for member in range(group):
         if C.HEAD_PERSISTENT:
@@ -319,7 +350,7 @@ def attend_tile(args, smem, tile, count, tile_count, WG: gl.constexpr, C: gl.con
         head = QHead(tile.batch, tile.head * group + member, member, first_part, slope_log2)
         for phase in gl.static_range(FIRST, STOP):
             count, state = attend_blocks(ends[phase], ends[phase + 1], count, state, head, view, args, smem, draws, WG,
-                                         phase != 1, C)
+                                         phase != 1, FUNCTION, DERIVATIVE, C)
     row, left = key_rows_of(smem.metadata, key, C)
     place = (tile.batch, tile.head, row, 0)
     dv = state.dv
@@ -343,18 +374,18 @@ def attend_tile(args, smem, tile, count, tile_count, WG: gl.constexpr, C: gl.con
 
 
 @gluon.jit
-def attend(args, smem, WG: gl.constexpr, C: gl.constexpr):
+def attend(args, smem, WG: gl.constexpr, FUNCTION: gl.constexpr, DERIVATIVE: gl.constexpr, C: gl.constexpr):
     """Consumer, one warpgroup: its keys of one tile, with C.AUGMENTED_K of every tile that the producer publishes."""
     count = 0
     tile_count = 0
     if C.AUGMENTED_K:
         tile = get_kv_tile(smem.queue, tile_count, C)
         while tile.first != NO_TILE:
-            count = attend_tile(args, smem, tile, count, tile_count, WG, C)
+            count = attend_tile(args, smem, tile, count, tile_count, WG, FUNCTION, DERIVATIVE, C)
             tile_count += 1
             tile = get_kv_tile(smem.queue, tile_count, C)
     else:
-        attend_tile(args, smem, args.tile, count, tile_count, WG, C)
+        attend_tile(args, smem, args.tile, count, tile_count, WG, FUNCTION, DERIVATIVE, C)
 
 
 @gluon.jit
@@ -435,16 +466,21 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, lse, delta_or_bias
                 numbers.group, scales,
                 dropout.Dropout(seed, settings.threshold, settings.dv_scale, settings.origin_q, settings.origin_k),
                 numbers.num_sequences, tile, workspace_ptr, plan,
-                Alibi(pointers.slopes, numbers.slopes_b, numbers.slopes_h, numbers.diagonal))
+                Alibi(pointers.slopes, numbers.slopes_b, numbers.slopes_h, numbers.diagonal), pointers.function.tensors,
+                numbers.first_pair)
     smem = Smem(kv, q_pipe, dout_pipe, row_stats, dscores, dq_stage, queue, metadata, bias_pipe)
+    FUNCTION: gl.constexpr = pointers.function.call
+    DERIVATIVE: gl.constexpr = pointers.function.derivative
     ZERO: gl.constexpr = 0
     ONE: gl.constexpr = 1
     if C.DETERMINISTIC:
         gl.warp_specialize([
-            (attend, (args, smem, ZERO, C)), (attend, (args, smem, ONE, C)), (load, (args, smem, C)),
+            (attend, (args, smem, ZERO, FUNCTION, DERIVATIVE, C)), (attend, (args, smem, ONE, FUNCTION, DERIVATIVE, C)),
+            (load, (args, smem, C)),
             (accumulate_in_order, (args, dq_stage, ZERO, NC, C)), (accumulate_in_order, (args, dq_stage, ONE, NC, C)),
         ], [4, 1, 1, 1], [240, 24, 24, 24])
     else:
         gl.warp_specialize([
-            (attend, (args, smem, ZERO, C)), (attend, (args, smem, ONE, C)), (load, (args, smem, C)),
+            (attend, (args, smem, ZERO, FUNCTION, DERIVATIVE, C)), (attend, (args, smem, ONE, FUNCTION, DERIVATIVE, C)),
+            (load, (args, smem, C)),
         ], [4, 1], [240, 24])

@@ -27,13 +27,18 @@ from tilewise.kernels.hopper.launch import (
     counter_of,
     diagonal_of,
     dropout_of,
+    first_pair_of,
+    function_flags,
+    function_of,
     gluon_dtype,
     scaling_of,
+    with_tensors,
 )
 from tilewise.masks import Span
 from tilewise.problem import AttentionProblem, Sizes, dense_strides, legal_strides, padded_dim
 
-# cu_seqlens_q, cu_seqlens_k, seqlens_q, seqlens_k, dropout's seed, a plan's lists and bits, ALiBi's slopes, the bias
+# cu_seqlens_q, cu_seqlens_k, seqlens_q, seqlens_k, dropout's seed, a plan's lists and bits, ALiBi's slopes, the bias;
+# behind them the tensors of a score function
 _NO_DATA = (None,) * 9
 
 # As in backends/_support/memory.py, which kernels do not know.
@@ -43,9 +48,10 @@ Allocate = Callable[[Sizes, Sizes, torch.dtype], torch.Tensor]  # of sizes, stri
 class HopperBackward:
     """The backward kernels bound to a problem; call it with (q, k, v, dout, lse, delta, dq, dk, dv).
 
-    Where lengths are data, there is dropout, ALiBi or a bias, or the mask needs a plan, cu_seqlens_q, cu_seqlens_k,
-    seqlens_q, seqlens_k, the seed, the plan's lists and bits, the slopes and the bias follow, each a tensor or None; a
-    bias begins at a multiple of 16 bytes, and has strides as :meth:`.GluonBackend.why_not` says. ``plan``: its strides.
+    Where lengths are data, there is dropout, ALiBi, a bias or a score function that reads tensors, or the mask needs a
+    plan, cu_seqlens_q, cu_seqlens_k, seqlens_q, seqlens_k, the seed, the plan's lists and bits, the slopes and the bias
+    follow, each a tensor or None, and then the function's tensors; a bias begins at a multiple of 16 bytes, and has
+    strides as :meth:`.GluonBackend.why_not` says. ``plan``: its strides.
     ``dq_strides``: those of dq. ``num_sms``: of the device; one CTA runs on each SM at a time. ``incoming``: the
     strides of out and dout, the last 1, where delta has no gradient of lse and no other kernel needs it; out then comes
     in its place if ``takes_out`` says so. ``allocate``: allocates memory on the device. lse and delta are contiguous,
@@ -83,13 +89,13 @@ class HopperBackward:
         self.grid = (config.ctas_per_head * min(ctas, most) if is_persistent else ctas,)
         self.scalars = (
             BackwardNumbers(TileGrid(tiles, problem.hk, problem.b, swizzle),
-                            MaskBounds(sq, len(self.keys), lower, upper), problem.group,
-                            Scales(_gradient_scale(problem), *scaling_of(problem)), count,
+                            MaskBounds(sq, len(self.keys), lower, upper), problem.group, _scales_of(problem), count,
                             dropout_of(problem, problem.seeing_queries.start),
                             None if plan is None else PlanNumbers(*plan), *_alibi_of(problem),
-                            _place_of_bias(problem), schedule.kv_head_divisor),
+                            _place_of_bias(problem), schedule.kv_head_divisor,
+                            first_pair_of(problem, self.queries.start)),
             constants)
-        self.has_bias = problem.scores.bias is not None
+        self.has_bias, self.function = problem.scores.bias is not None, function_of(problem)
         self.forms = self._forms(problem, chunks)
         self.places = operator.itemgetter(*[i if form else len(self.forms) for i, forms in enumerate(self.forms)
                                             for form in forms or [True]])
@@ -246,9 +252,10 @@ class HopperBackward:
             return (*described, target)
         if self.takes_no_lengths:
             return (*described, target, workspace, BackwardPointers(None, None, None, *data[5:8]))
-        dk, dv, seed, lists, bits, slopes, delta, *lengths = self._optional(tensors[6], tensors[7], data, delta)
-        return (*described, target, workspace, BackwardPointers(dk, dv, seed, lists, bits, slopes, delta),
-                Lengths(*lengths))
+        dk, dv, seed, lists, bits, slopes, delta, *_others = self._optional(tensors[6], tensors[7], data, delta)
+        function = with_tensors(self.function, data[9:])
+        return (*described, target, workspace, BackwardPointers(dk, dv, seed, lists, bits, slopes, delta, function),
+                Lengths(*data[:4]))
 
     def _in_forms(self, tensors: tuple[torch.Tensor, ...], make: Callable[[torch.Tensor, Any], Any]) -> list[Any]:
         """Make an argument of each tensor in each of its forms; lse and delta may have none, and a form may be None."""
@@ -261,9 +268,9 @@ class HopperBackward:
                   delta: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Return what only some calls have: dk, dv of packed sequences, seed, plan, slopes, delta, lengths; else None.
 
-        delta: where a bias stands in its place.
+        delta: where a bias stands in its place. Before the lengths come the tensors of a score function.
         """
-        rest = (*data[4:8], delta, *data[:4])
+        rest = (*data[4:8], delta, *data[9:], *data[:4])
         return (dk, dv, *rest) if self.packed else (None, None, *rest)
 
     def _read(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -359,7 +366,7 @@ def _kernel_config(problem: AttentionProblem, config: HopperBackwardConfig) -> A
         HAS_CU_SEQLENS=problem.sequences.packed is not None, BOTTOM_RIGHT=is_shifted,
         HAS_DROPOUT=problem.scores.dropout_p > 0.0, MASK_PLAN=not problem.is_banded,
         HAS_ALIBI=problem.scores.alibi_slopes is not None, SEES_AHEAD=problem.sees_ahead,
-        BIAS_STAGES=config.bias_stages(problem))
+        BIAS_STAGES=config.bias_stages(problem), **function_flags(problem))
 
 
 def _alibi_of(problem: AttentionProblem) -> tuple[int | None, int | None, int | None]:
@@ -380,6 +387,14 @@ def _place_of_bias(problem: AttentionProblem) -> BiasPlace | None:
     own_batch, own_head = (int(size > 1 and stride != 0)
                            for size, stride in zip(bias.shape[:2], bias.strides[:2], strict=True))
     return BiasPlace(own_batch, own_head, problem.seen_keys.start)
+
+
+def _scales_of(problem: AttentionProblem) -> Scales:
+    """Return what dK and dQ, and scores are multiplied by."""
+    to_natural, scores = None, problem.scores
+    if scores.score_function is not None:
+        to_natural = problem.scale if scores.softcap is None else scores.softcap
+    return Scales(_gradient_scale(problem), *scaling_of(problem), to_natural)
 
 
 def _gradient_scale(problem: AttentionProblem) -> float:

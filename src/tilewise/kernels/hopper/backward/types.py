@@ -20,6 +20,7 @@ class Config(NamedTuple):
     HEAD_PERSISTENT: a persistent CTA has all tiles of a head, or CTAs that share one, and no other adds to its dQ.
     VARLEN, HAS_CU_SEQLENS, BOTTOM_RIGHT, HAS_ALIBI, SEES_AHEAD: as in the forward kernel.
     HAS_DROPOUT: whether there is dropout.
+    HAS_FUNCTION, INT64: as in the forward kernel; not with AUGMENTED_K.
     MASK_PLAN: as in the forward kernel; not with DETERMINISTIC or HEAD_PERSISTENT.
     BIAS_STAGES: tiles of the bias in flight, 0 without a bias; not with VARLEN.
     """
@@ -43,6 +44,8 @@ class Config(NamedTuple):
     HAS_ALIBI: bool = False
     SEES_AHEAD: bool = False
     BIAS_STAGES: int = 0
+    HAS_FUNCTION: bool = False
+    INT64: bool = False
 
 
 class Inputs(NamedTuple):
@@ -88,7 +91,7 @@ class Args(NamedTuple):
     head, are heads of dk and dv: as many as of k, or with inputs.group_splits so many for each (producers.kv_head_of).
     group: query heads of one of them.
     tile: the CTA's tile of keys, where it has one. tile_counter: the dynamic tile scheduler's. plan: a
-    mask_plan.MaskPlan. alibi: an Alibi.
+    mask_plan.MaskPlan. alibi: an Alibi. function_tensors, first_pair: as of a HeadPlace.
     """
 
     inputs: Any
@@ -104,6 +107,8 @@ class Args(NamedTuple):
     tile_counter: Any
     plan: Any
     alibi: Any
+    function_tensors: Any = None
+    first_pair: Any = None
 
 
 class Alibi(NamedTuple):
@@ -167,7 +172,8 @@ class TileView(NamedTuple):
     """A tile of keys as a warpgroup sees it: its first key, the tile's blocks of queries, and the mask's bounds.
 
     last_count: with C.AUGMENTED_K, the Q pipe's iteration of the tile's last block. bits: with C.MASK_PLAN, a pointer
-    to those of its keys. diagonal: with C.HAS_ALIBI, the key that query 0 stands on.
+    to those of its keys. diagonal: with C.HAS_ALIBI, the key that query 0 stands on. sequence: with C.HAS_FUNCTION its
+    batch entry, of packed sequences its sequence.
     """
 
     key: Any
@@ -176,6 +182,7 @@ class TileView(NamedTuple):
     last_count: Any
     bits: Any
     diagonal: Any
+    sequence: Any
 
 
 class QHead(NamedTuple):

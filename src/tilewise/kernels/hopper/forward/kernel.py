@@ -22,7 +22,7 @@ from tilewise.kernels.hopper.compat import COPIES_LEFT_OPERANDS, tma_store_wait
 from tilewise.kernels.hopper.forward.dropout import draws_of, drop
 from tilewise.kernels.hopper.forward.epilogue import Outputs, Rows, floats_per_partial, write
 from tilewise.kernels.hopper.forward.producer import load
-from tilewise.kernels.hopper.forward.scores import add_to_scores, bias_of_step, score_mod_of_tile
+from tilewise.kernels.hopper.forward.scores import bias_of_step, modify_scores, score_mod_of_tile
 from tilewise.kernels.hopper.forward.split_kv import blocks_of_tile
 from tilewise.kernels.hopper.forward.types import (
     Args,
@@ -97,7 +97,7 @@ def hide_pairs(s, step, words, view, C: gl.constexpr):
 
 @gluon.jit
 def attend_block(step, count, q, state, view, kv, scaling, WG: gl.constexpr, MASKED: gl.constexpr,
-                 FROZEN_MAX: gl.constexpr, C: gl.constexpr):
+                 FROZEN_MAX: gl.constexpr, FUNCTION: gl.constexpr, C: gl.constexpr):
     """S of a block, and O += P·V of the block before it; ``count``: the KV pipe's iteration.
 
     With C.PARTS == 2 the first half's exponentials lie above the wait for P·V and run beside it. The second half's
@@ -117,14 +117,14 @@ def attend_block(step, count, q, state, view, kv, scaling, WG: gl.constexpr, MAS
     order_barrier_arrive(WG, C.CONSUMERS, C.PING_PONG)
     # P·V stays in flight: an MMA for each chunk of V's columns and part of P.
     s = squashed(warpgroup_mma_wait(len(C.DV) * len(probs), deps=(s_pending,)), scaling.squash, not MASKED)
-    s = add_to_scores(s, step, bias, view, scaling, C)
+    s = modify_scores(s, step, bias, view, scaling, MASKED, FUNCTION, C)
     if MASKED:
         s = hide_pairs(s, step, words, view, C)
     if FROZEN_MAX:  # in a row that has seen no key exponents are inf here, and it overflows
         subtracted = shift
         factor = None
     else:
-        shift, subtracted, factor = update_shift(s, shift, scaling, MASKED or C.HAS_BIAS)
+        shift, subtracted, factor = update_shift(s, shift, scaling, MASKED or C.HAS_BIAS or C.HAS_FUNCTION)
     PEAKS: gl.constexpr = FROZEN_MAX and corrects_rounding(C, DTYPE)
     if C.PARTS == 2:
         low, high = split_halves(s)
@@ -156,10 +156,10 @@ def attend_block(step, count, q, state, view, kv, scaling, WG: gl.constexpr, MAS
 
 @gluon.jit
 def attend_blocks(begin, end, count, q, state, view, kv, scaling, WG: gl.constexpr, MASKED: gl.constexpr,
-                  FROZEN_MAX: gl.constexpr, C: gl.constexpr):
+                  FROZEN_MAX: gl.constexpr, FUNCTION: gl.constexpr, C: gl.constexpr):
     """Blocks ``begin`` to ``end`` of a tile, the masked ones first; returns the next iteration and the state."""
     for step in range(begin, end):
-        state = attend_block(step, count, q, state, view, kv, scaling, WG, MASKED, FROZEN_MAX, C)
+        state = attend_block(step, count, q, state, view, kv, scaling, WG, MASKED, FROZEN_MAX, FUNCTION, C)
         count += 1
     return count, state
 
@@ -192,7 +192,7 @@ def await_queries(q_full, stage, tile_count, first, C: gl.constexpr):
 
 
 @gluon.jit
-def attend(args, smem, WG: gl.constexpr, C: gl.constexpr):
+def attend(args, smem, WG: gl.constexpr, FUNCTION: gl.constexpr, C: gl.constexpr):
     """Consumer, one warpgroup: 64 rows of every tile."""
     if WG == C.CONSUMERS - 1:
         order_barrier_arrive(WG, C.CONSUMERS, C.PING_PONG)  # the first warpgroup begins
@@ -201,7 +201,7 @@ def attend(args, smem, WG: gl.constexpr, C: gl.constexpr):
     tile = tile_of_numbers(get_tile(smem.queue, tile_count, tile_size(C), C.SPLIT_KV > 0), C)
     if C.FROZEN_MAX:
         while tile.first != NO_TILE:
-            count, tile_count = attend_tiles(tile, count, tile_count, args, smem, WG, C)
+            count, tile_count = attend_tiles(tile, count, tile_count, args, smem, WG, FUNCTION, C)
             if C.SPLIT_KV > 0:
                 release_tile(smem.queue, tile_count)
             consumer_release(smem.q.empty, tile_count * C.CONSUMERS + WG, C.Q_STAGES * C.CONSUMERS)
@@ -209,14 +209,14 @@ def attend(args, smem, WG: gl.constexpr, C: gl.constexpr):
             mbarrier.arrive(smem.overflow.drained.index(0), count=1)
             tile = tile_of_numbers(get_tile(smem.queue, tile_count, tile_size(C), C.SPLIT_KV > 0), C)
     else:
-        attend_tiles(tile, count, tile_count, args, smem, WG, C)
+        attend_tiles(tile, count, tile_count, args, smem, WG, FUNCTION, C)
     tma_store_wait(0)
     if WG == 0:
         order_barrier_wait(WG, C.PING_PONG)  # the last warpgroup has arrived once more than was needed
 
 
 @gluon.jit
-def attend_tiles(tile, count, tile_count, args, smem, WG: gl.constexpr, C: gl.constexpr):
+def attend_tiles(tile, count, tile_count, args, smem, WG: gl.constexpr, FUNCTION: gl.constexpr, C: gl.constexpr):
     """Consumer: all tiles up to a NO_TILE; returns the next iteration of the KV pipe, and of the Q pipe and queue."""
     kv = smem.kv
     scaling = args.scaling
@@ -244,7 +244,7 @@ def attend_tiles(tile, count, tile_count, args, smem, WG: gl.constexpr, C: gl.co
         bits = ()
         if C.MASK_PLAN:
             bits = bits_of_rows(args.plan, tile.batch, tile.head, tile.first // 64 + WG)
-        score_mod = score_mod_of_tile(tile, args.operands, args.diagonal, C)
+        score_mod = score_mod_of_tile(tile, args.operands, args.diagonal, args.function_tensors, args.first_pair, C)
         view = TileView(row, blocks, bounds, bits, score_mod, args.operands,
                         draws_of(tile, row, args.seed, args.grid.heads, args.dropout, C))
         empty_rows = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, S_LAYOUT))
@@ -267,7 +267,8 @@ def attend_tiles(tile, count, tile_count, args, smem, WG: gl.constexpr, C: gl.co
             if row >= bounds.sq:
                 count = skip_blocks(begin, blocks.count, count, kv, WG, C)
                 begin = blocks.count
-        s = add_to_scores(squashed(s, scaling.squash, False), 0, bias_of_step(0, view, True, C), view, scaling, C)
+        s = squashed(s, scaling.squash, False)
+        s = modify_scores(s, 0, bias_of_step(0, view, True, C), view, scaling, True, FUNCTION, C)
         if masked >= begin:
             s = hide_pairs(s, 0, bits_of_step(0, view, C.BLOCK_N, C), view, C)
         before = gl.convert_layout(empty_rows, gl.SliceLayout(1, s.type.layout))
@@ -283,10 +284,10 @@ def attend_tiles(tile, count, tile_count, args, smem, WG: gl.constexpr, C: gl.co
                 consumer_wait(kv.full, count, C.KV_STAGES)
                 clear(kv.v_tiles, optimization_barrier(count % C.KV_STAGES), keep, C)
         count, state = attend_blocks(begin, masked, count, Q(q.tiles, optimization_barrier(q_stage)), state, view, kv,
-                                     scaling, WG, True, False, C)
+                                     scaling, WG, True, False, FUNCTION, C)
         count, state = attend_blocks(gl.maximum(begin, masked), blocks.count, count,
                                      Q(q.tiles, optimization_barrier(q_stage)), state, view, kv, scaling, WG, False,
-                                     C.FROZEN_MAX, C)
+                                     C.FROZEN_MAX, FUNCTION, C)
 
         consumer_release(smem.q.empty, tile_count * C.CONSUMERS + WG, C.Q_STAGES * C.CONSUMERS)
         tile_count += 1
@@ -368,22 +369,24 @@ def hopper_forward_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, out_de
     args = Args(descs, numbers.grid, numbers.bounds, numbers.group, numbers.scaling,
                 (lengths.cu_q, lengths.cu_k, lengths.q, lengths.k, numbers.num_sequences), splits,
                 MaskPlan(pointers.lists, pointers.bits, numbers.plan), operands, numbers.diagonal,
-                pointers.seed, numbers.dropout,
+                pointers.function.tensors, numbers.first_pair, pointers.seed, numbers.dropout,
                 Outputs(out_desc, pointers.out, lse_ptr, pointers.sinks, numbers.sinks_stride, partial_ptr,
                         pointers.max_logit))
     smem = Smem(q_pipe, kv_pipe, queue, overflow, out_tiles)
     REGISTERS: gl.constexpr = registers(NC)
+    FUNCTION: gl.constexpr = pointers.function.call
     ZERO: gl.constexpr = 0
     ONE: gl.constexpr = 1
     TWO: gl.constexpr = 2
     if NC == 1:
-        gl.warp_specialize([(attend, (args, smem, ZERO, C)), (load, (args, smem, counter, C))], [1], [24])
+        gl.warp_specialize([(attend, (args, smem, ZERO, FUNCTION, C)), (load, (args, smem, counter, C))], [1], [24])
     elif NC == 2:
         gl.warp_specialize([
-            (attend, (args, smem, ZERO, C)), (attend, (args, smem, ONE, C)), (load, (args, smem, counter, C)),
+            (attend, (args, smem, ZERO, FUNCTION, C)), (attend, (args, smem, ONE, FUNCTION, C)),
+            (load, (args, smem, counter, C)),
         ], [4, 1], [REGISTERS, 24])
     else:
         gl.warp_specialize([
-            (attend, (args, smem, ZERO, C)), (attend, (args, smem, ONE, C)), (attend, (args, smem, TWO, C)),
-            (load, (args, smem, counter, C)),
+            (attend, (args, smem, ZERO, FUNCTION, C)), (attend, (args, smem, ONE, FUNCTION, C)),
+            (attend, (args, smem, TWO, FUNCTION, C)), (load, (args, smem, counter, C)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])

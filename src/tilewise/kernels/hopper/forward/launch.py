@@ -26,8 +26,12 @@ from tilewise.kernels.hopper.launch import (
     counter_of,
     diagonal_of,
     dropout_of,
+    first_pair_of,
+    function_flags,
+    function_of,
     gluon_dtype,
     scaling_of,
+    with_tensors,
 )
 from tilewise.masks import Span
 from tilewise.problem import AttentionProblem, Sizes, legal_strides
@@ -83,7 +87,7 @@ class HopperForward:
                 MaskBounds(problem.sq, len(self.keys), lower or 0, upper or 0), problem.group, count,
                 scaling_of_scores(problem), KVSplits() if split_kv is None else KVSplits(whole, num_splits, first_row),
                 self.sinks_stride if split_kv is None else None, None if plan is None else PlanNumbers(*plan),
-                diagonal_of(problem), dropout_of(problem, 0)),
+                diagonal_of(problem), dropout_of(problem, 0), first_pair_of(problem, 0)),
             _kernel_config(problem, config, schedule))
         self.enqueue = Enqueue(self.kernel, self.grid, self.scalars, OPTIONS,
                                specialized=self.kernel.arg_names.index("lengths"))
@@ -100,7 +104,7 @@ class HopperForward:
         # Where the first row that is read begins, in bytes.
         self.offsets = tuple(self.keys.start * strides[2] * problem.dtype.itemsize
                              for strides in (problem.k_strides, problem.v_strides))
-        self.added = _strides_of_operands(problem)
+        self.added, self.function = _strides_of_operands(problem), function_of(problem)._replace(derivative=None)
 
     def __call__(self, tensors: Callable[[], tuple[torch.Tensor, ...]], addresses: tuple[int, int, int],
                  out: torch.Tensor, lse: torch.Tensor, operands: Operands = NO_OPERANDS,
@@ -111,7 +115,8 @@ class HopperForward:
             tensors: returns q, k and v, which lie at the addresses.
             addresses: theirs.
             out, lse: are written.
-            operands: sinks, seed, bias, ALiBi slopes and lengths; others are not read. With split-KV, none.
+            operands: sinks, seed, bias, ALiBi slopes, the score function's tensors and lengths; others are not read.
+                With split-KV, none.
             more: is written too: with split-KV the partial results, else max_logit where the problem wants it.
             aligned: whether each operand is known to begin at a multiple of 16 bytes.
             plan: the lists and bits of the mask plan, where the problem needs one.
@@ -122,7 +127,7 @@ class HopperForward:
         rest = [] if more is None else [more.data_ptr()]
         if operands is not NO_OPERANDS or plan is not NO_PLAN:
             sinks, seed, *others = self._taken(operands)
-            given = (out if self.is_packed else None, sinks, seed, *plan, more, *others)
+            given = (out if self.is_packed else None, sinks, seed, *plan, more, *operands.score_tensors, *others)
             rest = [tensor.data_ptr() for tensor in given if tensor is not None]
         # What torch allocates is aligned, as the backend wants q, k and v to be; so are the rows that are read.
         self.enqueue((*described, lse.data_ptr(), counter.data_ptr(), *rest),
@@ -133,23 +138,23 @@ class HopperForward:
                   more: torch.Tensor | None = None, plan: Plan = NO_PLAN) -> tuple[Any, ...]:
         """Return descriptors of q, k, v and out by chunks, then what the kernel reads and writes by its address."""
         q, k, v, out, lse = tensors
-        sinks, seed, bias, slopes, *lengths = self._taken(operands)
+        sinks, seed, bias, slopes, *_others = self._taken(operands)
         partial, max_logit = (more, None) if self.splits else (None, more)
-        pointers = ForwardPointers(out if self.is_packed else None, partial, sinks, seed, *plan, max_logit)
+        function = with_tensors(self.function, operands.score_tensors)
+        pointers = ForwardPointers(out if self.is_packed else None, partial, sinks, seed, *plan, max_logit, function)
         k, v = _rows(k, self.keys), _rows(v, self.keys)
         q, out = _grouped(q, self.group), _grouped(out, self.group)
         described = [block and self.describe(tensor, list(tensor.shape), legal_strides(tensor), *block)
                      for tensor, block in zip([(q, k, v, out)[i] for i in _DESCRIBED], self.blocks, strict=True)]
         added = self.added._replace(bias=bias, slopes=slopes)
-        return (*described, lse, counter, pointers, added, Lengths(*lengths))
+        return (*described, lse, counter, pointers, added, Lengths(*operands.lengths))
 
     def _taken(self, operands: Operands) -> tuple[torch.Tensor | None, ...]:
-        """Return what the kernel takes of a call's operands: sinks, seed, bias, slopes, and the lengths."""
+        """Return what the kernel takes of a call's operands alone: sinks, seed, bias, slopes, and the lengths."""
         bias = operands.bias
         if bias is not None and self.keys.start and bias.shape[3] > 1:
             bias = bias[..., self.keys.start:]
-        return (operands.sinks, operands.seed, bias, operands.alibi_slopes,
-                operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqlens_q, operands.seqlens_k)
+        return (operands.sinks, operands.seed, bias, operands.alibi_slopes, *operands.lengths)
 
 
 def _kernel_config(problem: AttentionProblem, config: HopperForwardConfig, schedule: HopperForwardSchedule) -> Any:
@@ -165,16 +170,17 @@ def _kernel_config(problem: AttentionProblem, config: HopperForwardConfig, sched
         HAS_LOWER=lower is not None, HAS_UPPER=upper is not None, TILES_FROM_END=schedule.tiles_from_end,
         SKIP_PADDING=schedule.skip_padding, PARTS=schedule.softmax_parts, FROZEN_MAX=schedule.frozen_max,
         SINK_BLOCK_FIRST=schedule.sink_block_first, SPLIT_KV=splits, MASK_PLAN=not problem.is_banded,
+        **function_flags(problem),
         HAS_BIAS=problem.scores.bias is not None, HAS_ALIBI=problem.scores.alibi_slopes is not None,
         SEES_AHEAD=problem.sees_ahead, HAS_DROPOUT=problem.scores.dropout_p > 0.0, VARLEN=count is not None,
         HAS_CU_SEQLENS=problem.sequences.packed is not None, BOTTOM_RIGHT=is_shifted)
 
 
 def scaling_of_scores(problem: AttentionProblem) -> Scaling:
-    """Return what scores are multiplied by; natural ones where something is added to them."""
+    """Return what scores are multiplied by; natural ones where something is added, or a function changes them."""
     scale_log2, squash = scaling_of(problem)
     softcap = problem.scores.softcap
-    if not problem.scores.adds_to_scores:
+    if not (problem.scores.adds_to_scores or problem.scores.score_function is not None):
         if softcap is None:
             return Scaling(scale_log2, None, exact_scale_of(scale_log2))
         return Scaling(2.0 * scale_log2, squash, exact_scale_of(2.0 * scale_log2))

@@ -1,4 +1,4 @@
-"""What is added to scores in the Hopper forward kernel: a bias, and ALiBi (maths.md, section 11)."""
+"""What changes scores in the Hopper forward kernel: a function, a bias, and ALiBi (maths.md, section 11)."""
 
 from typing import Any, NamedTuple
 
@@ -7,24 +7,30 @@ from triton.experimental.gluon import language as gl
 
 from tilewise.kernels.hopper.alibi import as_pairs, places_of, slope_of, slope_times_distance, strided
 from tilewise.kernels.hopper.mask_ranges import kv_block_start
+from tilewise.kernels.hopper.score_functions import HeadPlace, as_tile, function_arguments, function_of_pairs
 
 
 class ScoreMod(NamedTuple):
-    """What is added to the scores of a work tile; () in the place of what a call has not.
+    """What changes the scores of a work tile; () in the place of what a call has not.
 
-    bias: a pointer to that of its head. slope: its head's. diagonal: the key that query 0 has no distance to.
+    bias: a pointer to that of its head. slope: its head's. diagonal: the key that query 0 has no distance to. place:
+    with a function, a HeadPlace.
     """
 
     bias: Any
     slope: Any
     diagonal: Any
+    place: Any
 
 
 @gluon.jit
-def score_mod_of_tile(tile, operands, diagonal, C: gl.constexpr):
-    """Return what is added to the scores of a tile."""
+def score_mod_of_tile(tile, operands, diagonal, function_tensors, first_pair, C: gl.constexpr):
+    """Return what changes the scores of a tile."""
     bias = ()
     slope = ()
+    place = ()
+    if C.HAS_FUNCTION:
+        place = HeadPlace(tile.batch, tile.head, function_tensors, first_pair)
     if C.HAS_BIAS:
         bias = operands.bias + (strided(tile.batch, operands.bias_b) + strided(tile.head, operands.bias_h))
     if C.HAS_ALIBI:
@@ -33,7 +39,7 @@ def score_mod_of_tile(tile, operands, diagonal, C: gl.constexpr):
             diagonal = tile.diagonal if C.BOTTOM_RIGHT else 0
     else:
         diagonal = ()
-    return ScoreMod(bias, slope, diagonal)
+    return ScoreMod(bias, slope, diagonal, place)
 
 
 @gluon.jit
@@ -62,16 +68,24 @@ def bias_of_step(step, view, MASKED: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def add_to_scores(s, step, bias, view, scaling, C: gl.constexpr):
-    """Return natural scores + bias - slope·distance, as the call has them; else the scores as they are."""
-    if C.HAS_BIAS or C.HAS_ALIBI:
+def modify_scores(s, step, bias, view, scaling, MASKED: gl.constexpr, FUNCTION: gl.constexpr, C: gl.constexpr):
+    """Return f(natural scores) + bias - slope·distance, as the call has them; else the scores as they are.
+
+    MASKED: keys of the block may not be there. FUNCTION: f, with C.HAS_FUNCTION.
+    """
+    if C.HAS_FUNCTION or C.HAS_BIAS or C.HAS_ALIBI:
         pairs = as_pairs(s) * scaling.to_natural
         if scaling.squash is not None:  # what ``squashed`` left out
             pairs += 0.5 * scaling.to_natural
+        if C.HAS_FUNCTION:
+            corner = (view.row, kv_block_start(step, view.blocks, C))
+            place = view.score_mod.place
+            arguments = function_arguments(s, corner, place, view.bounds, False, MASKED, C.INT64)
+            pairs = function_of_pairs(pairs, arguments, place.tensors, FUNCTION)
         if C.HAS_BIAS:
             pairs = pairs + bias.to(gl.float32)
         if C.HAS_ALIBI:
             corner = view.row + view.score_mod.diagonal - kv_block_start(step, view.blocks, C)
             pairs = pairs - slope_times_distance(s, corner, view.score_mod.slope, False, C.SEES_AHEAD)
-        s = gl.convert_layout(pairs.reshape(s.shape), s.type.layout)
+        s = as_tile(pairs, s)
     return s

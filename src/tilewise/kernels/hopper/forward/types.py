@@ -23,6 +23,7 @@ class Config(NamedTuple):
     the work tile is read again behind its blocks, and takes no registers in them.
     MASK_PLAN: lists name the blocks of each tile, and bits the pairs of partial ones (mask_plan.py).
     HAS_DROPOUT: whether there is dropout (dropout.py).
+    HAS_FUNCTION: a function of the user's changes scores, whose positions are 64 bits where INT64 (score_functions.py).
     HAS_BIAS, HAS_ALIBI: what is added to scores (scores.py). SEES_AHEAD: some query may see a key ahead of its place.
     VARLEN, HAS_CU_SEQLENS, BOTTOM_RIGHT: lengths are data on the device; sequences are packed, one behind the other in
     one batch element; the diagonal runs through the last query and key of each.
@@ -47,6 +48,8 @@ class Config(NamedTuple):
     SINK_BLOCK_FIRST: bool
     SPLIT_KV: int
     MASK_PLAN: bool
+    HAS_FUNCTION: bool
+    INT64: bool
     HAS_BIAS: bool
     HAS_ALIBI: bool
     SEES_AHEAD: bool
@@ -67,8 +70,8 @@ class Descriptors(NamedTuple):
 class Args(NamedTuple):
     """What the launch gives to every warp.
 
-    group: query heads per kv head. plan: a mask_plan.MaskPlan. operands, diagonal: of scores.score_mod_of_tile. seed,
-    dropout: of dropout.draws_of.
+    group: query heads per kv head. plan: a mask_plan.MaskPlan. operands, diagonal,
+    function_tensors, first_pair: of scores.score_mod_of_tile. seed, dropout: of dropout.draws_of.
     """
 
     descs: Any
@@ -81,6 +84,8 @@ class Args(NamedTuple):
     plan: Any
     operands: Any
     diagonal: Any
+    function_tensors: Any
+    first_pair: Any
     seed: Any
     dropout: Any
     outputs: Any
