@@ -1,10 +1,12 @@
 """Ask whether the Hopper kernels inline score functions, for a GPU that is not here.
 
-Run as a script, as compile_ahead.py is: reads a request in JSON a line, answers each with a row in JSON a line.
+Run as a script, as compile_ahead.py is: reads a request in JSON a line, answers each with a row in JSON a line: the
+reason against it, or the kernels of a whole call with the function.
 """
 
 import json
 import sys
+from dataclasses import replace
 
 import torch
 import triton
@@ -12,6 +14,8 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 from conformance.functions import score_functions
+from tilewise import attention
+from tilewise.compile_ahead.gpu import GPUS, Settings, on_fake_gpu, prepare
 from tilewise.functions import ScoreFunction
 from tilewise.integrations.flex import traced_score
 from tilewise.kernels.hopper.inlining import why_not_inlined
@@ -68,11 +72,27 @@ def functions():
         "complex": ScoreFunction(calling, tensors=(torch.zeros(4, dtype=torch.complex64),))}
 
 
+def launched(function):
+    """The kernels that both passes of a call launch, compiled or not; each has its arguments compared."""
+    prepare(GPUS["h200"], Settings.here())
+    names = []
+    with on_fake_gpu(lambda name, compile_kernel, file=None: names.append(name)):
+        q, k, v = (torch.empty(1, 4, 700, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+                   for _ in range(3))
+        tensors = tuple(torch.empty_like(tensor, device="cuda") for tensor in function.tensors)
+        out = attention(q, k, v, score_function=replace(function, tensors=tensors), backend="gluon")
+        torch.autograd.grad(out, (q, k, v), torch.empty_like(out))
+    return names
+
+
 def main():
     known = functions()
     for line in sys.stdin:
         request = json.loads(line)
         function = known[request["function"]]
+        if request.get("call"):
+            print(json.dumps({"kernels": launched(function)}), flush=True)
+            continue
         reason = why_not_inlined(function.code, tuple(tensor.dtype for tensor in function.tensors),
                                  backward=request["backward"], int64=request["int64"])
         print(json.dumps({"reason": reason, "name": function.code.name}), flush=True)

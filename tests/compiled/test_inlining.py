@@ -47,3 +47,12 @@ def test_tensors_of_numbers_that_triton_has_not_are_refused(asked):
     reason, name = asked("complex", backward=False)
     assert reason == (f"needs score functions that read numbers which Triton has, got {name}, which reads "
                       "torch.complex64")
+
+
+def test_a_whole_call_hands_the_functions_tensors_over():
+    process = Compiler(OLDEST, SCRIPT, {})
+    try:
+        kernels = process.answer({"function": "relative", "call": True})["kernels"]
+    finally:
+        process.close()
+    assert {"hopper_forward_kernel", "hopper_backward_kernel"} <= set(kernels)

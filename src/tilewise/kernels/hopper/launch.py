@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -79,9 +79,12 @@ def function_of(problem: AttentionProblem) -> ScoreFunction:
     return ScoreFunction(spec.code.triton, spec.code.derivative)
 
 
-def with_tensors(function: ScoreFunction, tensors: tuple[Any, ...]) -> ScoreFunction:
-    """Return a function with its tensors; no function has none, not an empty tuple, which Triton would hand over."""
-    return function if function.call is None else function._replace(tensors=tensors)
+def with_tensors(function: ScoreFunction, tensors: Sequence[Any]) -> ScoreFunction:
+    """Return a function with its tensors; no function has none, not an empty tuple, which Triton would hand over.
+
+    torch's operators make lists of tuples.
+    """
+    return function if function.call is None else function._replace(tensors=tuple(tensors))
 
 
 def function_flags(problem: AttentionProblem) -> dict[str, bool]:
