@@ -181,6 +181,6 @@ def test_the_maximum_is_frozen_where_keys_are_many_and_no_lower_bound_hides_the_
             (problem_of(d=256), WIDE, True), (problem_of(100, 512), TWO, True), (problem_of(4096, 511), TWO, False),
             (problem_of(mask=window(9, 0)), TWO, False), (problem_of(mask=window(9, None)), TWO, False),
             (replace(plain, scores=ScoreOptions(softcap=30.0)), TWO, True),
-            (replace(plain, scores=ScoreOptions(score_function=FUNCTION)), TWO, False),
+            (replace(plain, scores=ScoreOptions(score_function=FUNCTION)), TWO, True),
             (replace(plain, sequences=lengths), TWO, False), (plain, HopperForwardConfig(64, 1), False)):
         assert scalars_of(problem, config)[2].FROZEN_MAX is is_steady

@@ -65,8 +65,18 @@ def far_twin(score, batch, head, q_idx, k_idx):
     return score - 0.03125 * (q_idx - k_idx + 257.0).to(score.dtype).sqrt()
 
 
+def lifted(score, batch, head, q_idx, k_idx):
+    """The first 192 keys alone, the later the higher: what a tile sees first says nothing of what comes."""
+    return gluon_on_cpu._where(k_idx < 192, score + 0.5 * k_idx, -float("inf"))
+
+
+def lifted_twin(score, batch, head, q_idx, k_idx):
+    return torch.where(k_idx < 192, score + 0.5 * k_idx.to(score.dtype), -torch.inf)
+
+
 BENT = FunctionCode("bent", bent, bent_twin, bent_derivative, 2)
 FAR = FunctionCode("far", far, far_twin, None, 0)
+LIFTED = FunctionCode("lifted", lifted, lifted_twin, None, 0)
 
 
 def tables(b=2):
@@ -100,6 +110,12 @@ def test_a_function_changes_scores_by_batch_entry_head_and_positions(mask, confi
 
 def test_what_a_function_makes_of_hidden_pairs_reaches_nothing():
     hold_forward(TWO, FAR, causal("bottom_right"))
+
+
+def test_tiles_of_which_a_function_lifts_what_comes_later_are_computed_again(monkeypatch):
+    loaded = forward_on_cpu.published_tiles(monkeypatch)
+    hold_forward(TWO, LIFTED, causal("bottom_right"))
+    assert any(numbers[-1] for numbers in loaded)
 
 
 def test_a_function_comes_behind_a_softcap_and_before_bias_and_slopes():

@@ -28,6 +28,7 @@ from tilewise.tuning.ctas_per_head import choose_ctas_per_head
 from tilewise.tuning.device import DeviceSpec
 from tilewise.tuning.heuristics_hopper import backward_heuristic, forward_heuristic, prefers_gluon
 from tilewise.tuning.search import MOST_CANDIDATES
+from tilewise.tuning.schedules_hopper import forward_schedule
 from tilewise.tuning.select import hopper_backward_config, hopper_forward_config
 from tilewise.tuning.table import Bucket, make_row, read_table, write_table
 
@@ -144,12 +145,14 @@ def test_a_score_function_has_a_variant_beside_which_registers_are_left(d, deter
     assert backward_heuristic(problem) == hopper_backward_config(problem, DEVICE) == config
 
 
-@pytest.mark.parametrize("d", [64, 128])
-def test_a_score_function_has_two_warpgroups_in_the_forward_pass_and_no_tuned_tile(d):
+@pytest.mark.parametrize(("d", "stages"), [(64, 4), (72, 4), (128, 4), (192, 2), (256, 2)])
+def test_a_score_function_has_two_warpgroups_and_64_keys_in_the_forward_pass_and_no_tuned_tile(d, stages):
     problem = replace(problem_of(d), b=8, hq=16, hk=16, **UNFIT["function"])
     config = forward_heuristic(problem)
-    assert (config.consumers, config.ping_pong) == (2, False)
+    assert (config.consumers, config.ping_pong, config.block_n, config.kv_stages) == (2, False, 64, stages)
     assert hopper_forward_config(problem, DEVICE) == config
+    schedule = forward_schedule(problem, config, 132)
+    assert (schedule.frozen_max, schedule.softmax_parts) == (True, 2)
 
 
 @pytest.mark.parametrize("d", [40, 64, 72, 128])

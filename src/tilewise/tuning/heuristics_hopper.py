@@ -64,16 +64,24 @@ def forward_heuristic(problem: AttentionProblem, num_sms: int = NUM_SMS) -> Hopp
     tile of Q or of half the buffers of out. Of these, head dims 256, and 192 with 128 for v, were timed: at the latter
     blocks of 128 keys gain 11 to 13 % over those of 64 (benchmarks/journal/hopper-forward.md). They were not timed with
     one warpgroup.
+
+    With a score function blocks have 64 keys, and four KV stages where they fit: what a function keeps of 128 keys
+    leaves too few registers. With three functions, one of them a table's, 64 and 128 columns, 1.04 to 1.39 times as
+    fast, but for the table's at 64, 0.92 times. Three warpgroups took 1.03 to 1.37 times as long, ping-pong scheduling
+    1 to 13 % longer at 64 (benchmarks/journal/hopper-forward.md).
     """
     length = problem.sk // (problem.sequences.packed or 1) if lengths_may_decide(problem) else 0
-    room = DeviceSpec.of_arch("sm_90").shared_memory
+    room, has_function = DeviceSpec.of_arch("sm_90").shared_memory, problem.scores.score_function is not None
     configs = (HopperForwardConfig(block_n, 2, q_stages=q_stages, epilogue_passes=passes)
-               for block_n, q_stages, passes in product((128, 64) if problem.dv <= 128 else (64,), (2, 1), (1, 2)))
+               for block_n, q_stages, passes in product((64,) if has_function or problem.dv > 128 else (128, 64),
+                                                        (2, 1), (1, 2)))
     two = next(config for config in configs if config.shared_bytes(problem) <= room)
     width, ping_pong = max(problem.d, problem.dv), _two_ping_pong(problem, length)
     has_stages = width <= 64 and (ping_pong or problem.scores.bias is not None)
-    is_long = has_stages and (num_tiles_of(problem, two) > MANY_WAVES * num_sms or not problem.is_banded)
-    by_preference = [replace(two, ping_pong=ping_pong, kv_stages=4 if is_long else 2)]
+    has_four = has_stages and (num_tiles_of(problem, two) > MANY_WAVES * num_sms or not problem.is_banded)
+    if has_function:
+        has_four = replace(two, kv_stages=4).shared_bytes(problem) <= room
+    by_preference = [replace(two, ping_pong=ping_pong, kv_stages=4 if has_four else 2)]
     if width <= 128:
         by_preference.append(replace(two, consumers=1))
     least = 2048
@@ -112,8 +120,8 @@ def _two_ping_pong(problem: AttentionProblem, length: int) -> bool:
     At 64, with four stages, causal +0.7 % at 512 and +0.6 % at 1024; at 96 without a mask +8 to 14 %, causal +4 to
     10 %; at 128 without a mask +2 to 3.4 %, causal 0 to +1 %; at 256 +0.4 to 1.2 % to a length of 1024, and nothing or
     little beyond. Of packed sequences -2 to +1 % at 64 and -1 to +2 % at 128. At 192 they lost 0.8 %, causal. With a
-    softcap +1 % at 64 and 128, with dropout +3 and -5 %; a bias lost 3 % at 128. Shorter lengths, windows and score
-    functions were not timed.
+    softcap +1 % at 64 and 128, with dropout +3 and -5 %; a bias lost 3 % at 128, and score functions 1 to 13 % at 64.
+    Shorter lengths and windows were not timed.
     """
     widths = sum(pieces_of(problem.d)), sum(pieces_of(problem.dv))
     scores = problem.scores
@@ -187,7 +195,7 @@ def hopper_dbias_config(problem: AttentionProblem, entries: int) -> HopperDbiasC
     tiles = lines * -(-problem.sq // 128) * -(-problem.sk // 128)
     if tiles < LEAST_TILES or (entries > 1 and problem.b * problem.hq < LEAST_SHARING * lines):
         return None
-    room = DeviceSpec.of_arch("sm_90").shared_memory
+    room, has_function = DeviceSpec.of_arch("sm_90").shared_memory, problem.scores.score_function is not None
     configs = (HopperDbiasConfig(*stages) for stages in ((2, 4), (2, 2), (1, 3)))
     return next(config for config in configs if config.shared_bytes(problem) <= room)
 
