@@ -13,21 +13,21 @@ gluon_on_cpu, plan_on_cpu, forward_on_cpu = (
     pytest.importorskip(f"emulation.{name}", reason="Triton is not installed") for name in (
         "gluon_on_cpu", "plan_on_cpu", "forward_on_cpu"))
 (mask_plan, mask_ranges, pipeline, softmax, alibi, score_functions, varlen, tiles, augmented_k, bias, d64, d128,
- dq_accum, assignment, mmas, masking, epilogue, producers) = (
+ dq_accum, dq_shared, assignment, mmas, masking, epilogue, producers) = (
     pytest.importorskip(f"tilewise.kernels.hopper.{name}") for name in (
         "mask_plan", "mask_ranges", "pipeline", "softmax", "alibi", "score_functions", "varlen", "tile_scheduler",
         "backward.augmented_k",
-        "backward.bias", "backward.d64", "backward.d128", "backward.dq_accum", "backward.kv_tile_assignment",
-        "backward.mmas", "backward.masking", "backward.epilogue", "backward.producers"))
+        "backward.bias", "backward.d64", "backward.d128", "backward.dq_accum", "backward.dq_shared",
+        "backward.kv_tile_assignment", "backward.mmas", "backward.masking", "backward.epilogue", "backward.producers"))
 Descriptor, Pointer = gluon_on_cpu.Descriptor, gluon_on_cpu.Pointer
-MODULES = (d64, d128, producers, mmas, masking, epilogue, dq_accum, augmented_k, bias, varlen, pipeline, softmax, alibi,
-           score_functions, assignment, tiles, mask_plan, mask_ranges)
+MODULES = (d64, d128, producers, mmas, masking, epilogue, dq_accum, dq_shared, augmented_k, bias, varlen, pipeline,
+           softmax, alibi, score_functions, assignment, tiles, mask_plan, mask_ranges)
 CONSTANTS = {(module, "QUERIES"): 64 for module in MODULES if hasattr(module, "QUERIES")} | {
     (module, "LOG2E"): math.log2(math.e) for module in (d64, d128, producers, bias, softmax)} | {
     (producers, "LOST"): 2.0**24} | {
     (module, "EXTRA_COLUMNS"): 16 for module in (d64, d128, augmented_k)} | {(augmented_k, "SLOPE_COLUMNS"): 6} | {
     (varlen, "_CHUNK"): 128, (varlen, "_CLEARED"): 32} | {
-    (module, "WRITERS"): 2 for module in (d64, dq_accum)} | {
+    (module, "WRITERS"): 2 for module in (dq_shared, dq_accum)} | {
     (module, "NO_TILE"): -1 for module in (d64, d128, producers, tiles)} | {
     (module, "scheduling_fence_of"): lambda values, turn: (values, turn) for module in (d128, pipeline)} | {
     (bias, "in_float32"): lambda numbers: numbers.float(), (d128, "squashed"): forward_on_cpu.squashed,

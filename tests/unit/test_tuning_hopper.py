@@ -27,8 +27,8 @@ from tilewise.tuning.candidates_hopper import propose_hopper
 from tilewise.tuning.ctas_per_head import choose_ctas_per_head
 from tilewise.tuning.device import DeviceSpec
 from tilewise.tuning.heuristics_hopper import backward_heuristic, forward_heuristic, prefers_gluon
-from tilewise.tuning.search import MOST_CANDIDATES
 from tilewise.tuning.schedules_hopper import forward_schedule
+from tilewise.tuning.search import MOST_CANDIDATES
 from tilewise.tuning.select import hopper_backward_config, hopper_forward_config
 from tilewise.tuning.table import Bucket, make_row, read_table, write_table
 

@@ -195,7 +195,7 @@ def hopper_dbias_config(problem: AttentionProblem, entries: int) -> HopperDbiasC
     tiles = lines * -(-problem.sq // 128) * -(-problem.sk // 128)
     if tiles < LEAST_TILES or (entries > 1 and problem.b * problem.hq < LEAST_SHARING * lines):
         return None
-    room, has_function = DeviceSpec.of_arch("sm_90").shared_memory, problem.scores.score_function is not None
+    room = DeviceSpec.of_arch("sm_90").shared_memory
     configs = (HopperDbiasConfig(*stages) for stages in ((2, 4), (2, 2), (1, 3)))
     return next(config for config in configs if config.shared_bytes(problem) <= room)
 
