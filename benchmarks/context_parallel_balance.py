@@ -14,6 +14,9 @@ the slowest one. *overhead* is the sum of all ranks' medians divided by the medi
 cutting the pairs into blocks costs. *pairs_balance* is what balance would be were each visible pair as long as another.
 The backward pass is timed alone. Ranks and the unsharded call take turns, as ``tilewise bench`` has it.
 
+Calls are waited for one by one, so that the host is part of short ones. With ``--graph`` each is captured and its
+replays are timed: what the GPU alone needs.
+
 Documents are packed sequences, whose lengths are drawn between 1/32 and twice a rank's tokens, equally often between
 each and its double; they are the same at every call.
 
@@ -39,7 +42,7 @@ import torch
 import tilewise as tw
 from tilewise.bench.clocks import ClockSampler
 from tilewise.bench.provenance import provenance
-from tilewise.bench.timing import REGIMES, Timing, measure, regime_named
+from tilewise.bench.timing import REGIMES, Call, Timing, graphed, measure, regime_named
 from tilewise.distributed import (
     Layout,
     balanced,
@@ -111,9 +114,13 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
     parser.add_argument("--regime", choices=[name for name in REGIMES if name != "cold"],
                         help="of timing, as of `tilewise bench`; default: duty on a GPU, turns on a CPU")
+    parser.add_argument("--graph", action="store_true", help="time replays of CUDA graphs, without the host")
     parser.add_argument("--commit", help="what is measured, where git does not tell")
     parser.add_argument("--out", type=Path, help="CSV, appended to; rows are printed as well")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.graph and options.device != "cuda":
+        parser.error(f"--graph with --device {options.device}; allowed is --device cuda")
+    return options
 
 
 @dataclass(frozen=True)
@@ -242,6 +249,13 @@ class Rank:
         self._messages.begin(self._rank, "backward", records=records)
         return torch.autograd.grad(self._out, self._leaves, self._dout, retain_graph=True)
 
+    def call(self, direction: str) -> Call:
+        """Return a pass to be repeated, on the stream that is current."""
+        if direction == "forward":
+            return self.forward
+        self.record()
+        return self.backward
+
     def pairs_balance(self) -> float:
         """Return an even share of the visible pairs divided by the largest one."""
         found = estimates(self._arguments.problem, self._arguments.sizes, Links())
@@ -270,12 +284,10 @@ def timings_of(problem: Problem, schedule: str, options: argparse.Namespace,
                              f"{tokens} tokens differ from the unsharded call by {difference:.1e} of the largest "
                              f"number; allowed is {ERRORS[options.dtype]}.")
         device = torch.device(options.device)
-        passes: dict[str, dict[str, Callable[[], object]]] = {
-            "forward": {WHOLE: torch.no_grad()(partial(problem.attend, *leaves)),
-                        **{str(number): rank.forward for number, rank in enumerate(ranks)}},
-            "backward": {WHOLE: partial(torch.autograd.grad, out, leaves, dout, retain_graph=True),
-                         **{str(number): rank.backward for number, rank in enumerate(ranks)}}}
-        for direction, calls in passes.items():
+        for direction in ("forward", "backward"):
+            builds = {WHOLE: partial(_whole_call, problem, leaves, direction),
+                      **{str(number): partial(rank.call, direction) for number, rank in enumerate(ranks)}}
+            calls = {name: graphed(build, device) if options.graph else build() for name, build in builds.items()}
             for call in calls.values():
                 call()
             found = measure(calls, regime_named(options.regime, device), device, clocks)
@@ -300,7 +312,8 @@ def rows_of(options: argparse.Namespace) -> Iterator[Row]:
                           slowest.p50, slowest.p20, slowest.p80, total / ranks, total / ranks / slowest.p50,
                           pairs_balance, whole.p50, total / whole.p50 - 1,
                           " ".join(f"{own.p50:.6g}" for own in found.values()),
-                          regime_named(options.regime, device).name, whole.clocks.sm_mhz, difference,
+                          regime_named(options.regime, device).name + ("+graph" if options.graph else ""),
+                          whole.clocks.sm_mhz, difference,
                           origin.device_name, origin.driver, origin.torch, origin.triton, origin.commit, origin.date)
 
 
@@ -336,6 +349,13 @@ def main(arguments: list[str] | None = None) -> int:
     for row in rows_of(options):
         write(row, options.out)
     return 0
+
+
+def _whole_call(problem: Problem, leaves: Tensors, direction: str) -> Call:
+    """Return a pass of the unsharded call, as ``Rank.call`` does of a rank's."""
+    if direction == "forward":
+        return torch.no_grad()(partial(problem.attend, *leaves))
+    return partial(torch.autograd.grad, problem.attend(*leaves), leaves, problem.tensors[-1], retain_graph=True)
 
 
 def _difference(problem: Problem, rank: int, made: Tensors, whole: Tensors) -> float:

@@ -71,3 +71,20 @@ def test_help_says_what_a_call_needs(capsys):
     with pytest.raises(SystemExit):
         balance.parsed(["--help"])
     assert "A size that does not fit ends the script with PyTorch's error" in capsys.readouterr().out
+
+
+def test_calls_are_captured_where_the_host_is_not_to_count(monkeypatch):
+    built = []
+    monkeypatch.setattr(balance, "graphed", lambda build, device: built.append(device) or build())
+    options = balance.parsed([*TINY, "--ranks", "2", "--cases", "causal-zigzag", "--schedules", "ring"])
+    assert {row.regime for row in balance.rows_of(options)} == {"turns"}
+    assert not built
+    options.graph = True
+    assert {row.regime for row in balance.rows_of(options)} == {"turns+graph"}
+    assert [device.type for device in built] == ["cpu"] * 6  # both passes of two ranks and of the whole
+
+
+def test_captured_calls_need_a_gpu(capsys):
+    with pytest.raises(SystemExit):
+        balance.parsed([*TINY, "--graph"])
+    assert "--graph with --device cpu; allowed is --device cuda" in capsys.readouterr().err
