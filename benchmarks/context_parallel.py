@@ -8,7 +8,8 @@
 On GPUs ranks speak NCCL, on CPUs gloo. A cell is a mask, a layout, a length and a pass; its calls are timed in turns,
 so that all of them have the same clocks, and its rows are written once it is done: a run that was cut off goes on with
 the cells that are left. Each row is one call of all ranks: its time is that of the slowest rank, the median of the
-repetitions with their 20th and 80th percentiles; with ``--queue N``, of N calls behind one another, divided by N.
+repetitions with their 20th and 80th percentiles; with ``--queue N``, of N calls behind one another, divided by N: as
+in a model of N layers all forward passes come first, and then their backward passes.
 
 *Ideal* is the time that one GPU alone takes, by our kernels and without messages, for an even share of all visible
 pairs: the call of the whole on one GPU, divided by the number of ranks ("whole / ranks" in the row); or where the whole
@@ -53,7 +54,7 @@ PASSES = {"forward": "forward", "both": "forward + backward"}
 IDEAL = "ideal"  # the name of that call among those of a cell
 SPREAD = (0.2, 0.8)
 LEAST = 3  # repetitions, however long they take
-Calls = dict[str, Callable[[], tuple[torch.Tensor, ...]]]
+Calls = dict[str, Callable[..., tuple[torch.Tensor, ...]]]  # each takes a count, as ``step`` does
 
 
 def parsed(arguments: list[str] | None) -> argparse.Namespace:
@@ -160,14 +161,13 @@ def timed(calls: Calls, device: torch.device, options: argparse.Namespace,
     return {name: sorted(own) for name, own in found.items()}
 
 
-def _once(call: Callable[[], Any], device: torch.device, queue: int, together: dist.ProcessGroup, *,
+def _once(call: Callable[..., Any], device: torch.device, queue: int, together: dist.ProcessGroup, *,
           averages: bool) -> float:
     """Return the milliseconds of a call, of so many behind one another: alike on every rank."""
     dist.barrier(together)
     synchronize(device)
     begin = time.perf_counter()
-    for _ in range(queue):
-        call()
+    call(count=queue)
     synchronize(device)
     taken = torch.tensor([(time.perf_counter() - begin) * 1e3 / queue], dtype=torch.float64, device=device)
     dist.all_reduce(taken, dist.ReduceOp.SUM if averages else dist.ReduceOp.MAX, group=together)
@@ -180,15 +180,16 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def step(attend: Callable[..., torch.Tensor], tensors: tuple[torch.Tensor, ...],
-         dout: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """Return out and, where there is a dout, the gradients."""
+def step(attend: Callable[..., torch.Tensor], tensors: tuple[torch.Tensor, ...], dout: torch.Tensor | None,
+         count: int = 1) -> tuple[torch.Tensor, ...]:
+    """Call so many times, then go back through all of them where there is a dout; return out and gradients of one."""
     if dout is None:
         with torch.no_grad():
-            return (attend(*tensors),)
-    leaves = tuple([tensor.detach().requires_grad_() for tensor in tensors])
-    out = attend(*leaves)
-    return out.detach(), *torch.autograd.grad(out, leaves, dout)
+            return tuple([attend(*tensors) for _ in range(count)][-1:])
+    leaves = [tensor.detach().requires_grad_() for _ in range(count) for tensor in tensors]
+    outs = [attend(*leaves[first:first + len(tensors)]) for first in range(0, len(leaves), len(tensors))]
+    gradients = torch.autograd.grad(outs, leaves, [dout] * count)
+    return outs[-1].detach(), *gradients[-len(tensors):]
 
 
 def drawn(tokens: int, options: argparse.Namespace, device: torch.device) -> tuple[torch.Tensor, ...]:
@@ -285,7 +286,7 @@ class Timing:
             found[schedule] = partial(step, attend, tuple(parts), dout if cell.has_backward else None)
         return found
 
-    def _alone(self, whole: tuple[torch.Tensor, ...], ideal: Ideal) -> Callable[[], tuple[torch.Tensor, ...]]:
+    def _alone(self, whole: tuple[torch.Tensor, ...], ideal: Ideal) -> Callable[..., tuple[torch.Tensor, ...]]:
         """Return the call of one GPU."""
         own = whole if ideal.tokens == whole[0].shape[2] else drawn(ideal.tokens, self.options, self.device)
         mask = on_device(mask_of(self.cell, ideal.tokens, self.options), self.device)
@@ -308,8 +309,8 @@ class Timing:
         ours = next(iter(calls.values()))()
         *parts, dout = shards
 
-        def run(attend: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, ...]:
-            return step(attend, tuple(parts), dout if self.cell.has_backward else None)
+        def run(attend: Callable[..., torch.Tensor], count: int = 1) -> tuple[torch.Tensor, ...]:
+            return step(attend, tuple(parts), dout if self.cell.has_backward else None, count)
 
         for name in self.options.peers:
             attend, wrong[name], said = peer_of_torch.checked(name, run, ours, self.together)

@@ -43,6 +43,29 @@ def test_one_cell_is_asked_for_by_flags_and_has_an_ideal_without_the_whole(worke
     assert float(row["share_of_ideal"]) == pytest.approx(float(row["ideal_ms"]) / float(row["median_ms"]), abs=2e-3)
 
 
+def test_in_a_queue_all_backward_passes_come_behind_all_forward_passes():
+    seen = []
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v):
+            seen.append("forward")
+            return 2.0 * q
+
+        @staticmethod
+        def backward(ctx, dout):
+            seen.append("backward")
+            return 2.0 * dout, dout, dout
+
+    step, one = script("context_parallel").step, torch.ones(3)
+    out, *gradients = step(Doubled.apply, (one, one, one), 5.0 * one, count=3)
+    assert seen == ["forward"] * 3 + ["backward"] * 3
+    assert [tensor[0].item() for tensor in (out, *gradients)] == [2.0, 10.0, 5.0, 5.0]
+    seen.clear()
+    assert len(step(Doubled.apply, (one, one, one), None, count=2)) == 1
+    assert seen == ["forward"] * 2
+
+
 def test_cells_of_a_length_follow_one_another():
     module = script("context_parallel")
     options = module.parsed(["--tokens", "8", "16", "--masks", "causal", "window", "--passes", "both"])
