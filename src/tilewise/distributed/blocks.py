@@ -16,6 +16,7 @@ from tilewise.autograd.function import is_plain
 from tilewise.autograd.op import forward_op
 from tilewise.dispatch import choose
 from tilewise.distributed.packing import Borders
+from tilewise.distributed.rows import rows_of
 from tilewise.distributed.steps import Block, Step
 from tilewise.masks import Span
 from tilewise.masks.document_ranges import documents_of
@@ -183,7 +184,7 @@ def attend_to_block(call: Call, block: Block, heads: Span, tensors: Tensors, sin
         tensors: the rank's q, (b, hq, s, d), and the step's keys and values, (b, heads of keys, rows, d or dv).
         sinks: (hq,), of all heads, where they enter with this block.
     """
-    q, k, v = _of_queries(tensors[0], block, heads), _of_keys(tensors[1], block), _of_keys(tensors[2], block)
+    q, k, v = _of_queries(tensors[0], block, heads), rows_of(tensors[1], block.keys), rows_of(tensors[2], block.keys)
     wide = float32_results and q.itemsize == 2  # others are plain calls
     operands, options = call.operands_of(block, heads), call.options_of(block, float32_results=wide)
     if sinks is not None:
@@ -226,7 +227,7 @@ def gradients_of_block(call: Call, block: Block, heads: Span, tensors: Tensors, 
         rows: out, lse, dout and dlse of the whole call, (b, hq, s, dv) and (b, hq, s); dlse may be None.
         needs: which gradients; dk and dv come together.
     """
-    q, k, v = _of_queries(tensors[0], block, heads), _of_keys(tensors[1], block), _of_keys(tensors[2], block)
+    q, k, v = _of_queries(tensors[0], block, heads), rows_of(tensors[1], block.keys), rows_of(tensors[2], block.keys)
     of_rows = [None if tensor is None else _of_queries(tensor, block, heads) for tensor in rows]
     wide = float32_results and q.itemsize == 2  # others are plain calls
     operands, options = call.operands_of(block, heads), call.options_of(block, float32_results=wide)
@@ -234,11 +235,5 @@ def gradients_of_block(call: Call, block: Block, heads: Span, tensors: Tensors, 
 
 
 def _of_queries(tensor: torch.Tensor, block: Block, heads: Span) -> torch.Tensor:
-    if tensor.shape[1] == len(heads) and tensor.shape[2] == len(block.queries) and not block.runs:
-        return tensor  # each view costs the host a microsecond
-    runs = [tensor[:, heads.start:heads.stop, rows.start:rows.stop] for rows in block.query_runs]
+    runs = [rows_of(tensor, rows, heads) for rows in block.query_runs]
     return runs[0] if len(runs) == 1 else torch.cat(runs, 2)
-
-
-def _of_keys(tensor: torch.Tensor, block: Block) -> torch.Tensor:
-    return tensor if tensor.shape[2] == len(block.keys) else tensor[:, :, block.keys.start:block.keys.stop]

@@ -14,7 +14,7 @@ from tilewise.distributed.blocks import Call, Tensors, attend_to_block, gradient
 from tilewise.distributed.call_plan import CallPlan
 from tilewise.distributed.exchange import Message, TensorForm, Transfer, empty_message, pack, start, tensors_of, unpack
 from tilewise.distributed.partial import PartialResults, QueryGradient, sinks_gradient, sum_dtype
-from tilewise.distributed.rows import write_rows
+from tilewise.distributed.rows import rows_of, write_rows
 from tilewise.distributed.steps import Block, Part, Step
 from tilewise.masks import Span
 
@@ -58,7 +58,7 @@ class _Keys:
             if same not in self._packed:
                 packed = None if before is None else before._packed.get(same)
                 self._packed[same] = packed if packed is not None else pack(
-                    _rows(tensor, part.rows, step.heads) for tensor in (k, v) for part in parts)
+                    rows_of(tensor, part.rows, step.heads) for tensor in (k, v) for part in parts)
             sends[rank] = self._packed[same]
         for rank, parts in step.received(planned.rank).items():
             self._messages[rank] = empty_message(_forms((k, v), step.heads, parts), k.device)
@@ -77,7 +77,7 @@ class _Keys:
         if len(step.parts) == 1:  # without a copy
             (part,) = step.parts
             if part.rank == self._rank:
-                return _rows(k, part.rows, step.heads), _rows(v, part.rows, step.heads)
+                return rows_of(k, part.rows, step.heads), rows_of(v, part.rows, step.heads)
             made = unpack(self._messages[part.rank], _forms((k, v), step.heads, (part,)))
             return made[0], made[1]
         found = []
@@ -86,11 +86,11 @@ class _Keys:
             buffer = tensor.new_empty((tensor.shape[0], heads, step.length, tensor.shape[3]))
             for part in step.parts:
                 if part.rank == self._rank:
-                    write_rows(buffer[:, :, part.at.start:part.at.stop], _rows(tensor, part.rows, step.heads))
+                    write_rows(rows_of(buffer, part.at), rows_of(tensor, part.rows, step.heads))
             for rank, parts in received.items():
                 views = unpack(self._messages[rank], _forms((k, v), step.heads, parts))
                 for part, view in zip(parts, views[number * len(parts):], strict=False):
-                    write_rows(buffer[:, :, part.at.start:part.at.stop], view)
+                    write_rows(rows_of(buffer, part.at), view)
             found.append(buffer)
         return found[0], found[1]
 
@@ -132,9 +132,9 @@ class _KeyGradients:
         rank, sends, receives = self._planned.rank, {}, {}
         for part in step.parts:
             if part.rank == rank:
-                self._add(step.heads, part.rows, tuple([own[:, :, part.at.start:part.at.stop] for own in gradients]))
+                self._add(step.heads, part.rows, tuple([rows_of(own, part.at) for own in gradients]))
         for peer, parts in step.received(rank).items():
-            sends[peer] = pack([gradient[:, :, part.at.start:part.at.stop] for gradient in gradients for part in parts],
+            sends[peer] = pack([rows_of(gradient, part.at) for gradient in gradients for part in parts],
                                self._dtypes[0])
         for peer, parts in step.sent.items():
             receives[peer] = empty_message(self._forms(step.heads, parts), self._like[0].device)
@@ -180,7 +180,7 @@ class _KeyGradients:
             self._made = parts
             return
         for total, part in zip(self._sums(), parts, strict=True):
-            so_far = _rows(total, rows, heads)
+            so_far = rows_of(total, rows, heads)
             write_rows(so_far, part, so_far)
 
     def _is_all(self, parts: Tensors) -> bool:
@@ -323,11 +323,6 @@ def _places(call: Call, block: Block, heads: Span, needs: tuple[bool, ...],
     of_operands = [() if own is None else (places_of(own, block, heads, packed=call.packed),) for own in operands]
     return [place for places, needed in zip([(keys, keys), *of_operands], needs[1:], strict=True) if needed
             for place in places]
-
-
-def _rows(tensor: torch.Tensor, rows: Span, heads: Span) -> torch.Tensor:
-    """Return a view of some heads and rows of (b, h, s, d)."""
-    return tensor[:, heads.start:heads.stop, rows.start:rows.stop]
 
 
 def _forms(tensors: Sequence[torch.Tensor], heads: Span, parts: Sequence[Part],

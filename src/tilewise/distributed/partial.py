@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from tilewise.backends.base import Results
-from tilewise.distributed.rows import has_kernels, write_rows
+from tilewise.distributed.rows import has_kernels, rows_of, write_rows
 from tilewise.distributed.segments import Segment
 from tilewise.masks import Span
 from tilewise.problem import dense_strides
@@ -51,20 +51,18 @@ class PartialResults:
             if self._rounds and not all(own.is_last for own in segments):
                 for own in segments:
                     if own.is_last:
-                        write_rows(self._final()[_places(heads, own.rows)], part.out[:, :, _slice(own.within)])
+                        write_rows(rows_of(self._final(), own.rows, heads), rows_of(part.out, own.within))
             return
         for own in segments:
-            within = slice(None), slice(None), _slice(own.within)
-            self._add(_places(heads, own.rows), Results(part.out[within], part.lse[within], None if (
-                part.max_logit is None) else part.max_logit[within]), own)
+            self._add(heads, Results(rows_of(part.out, own.within), rows_of(part.lse, own.within), None if (
+                part.max_logit is None) else rows_of(part.max_logit, own.within)), own)
 
     def leave_empty(self, heads: Span, rows: Span) -> None:
         """Let rows that have no part be 0, and -inf in lse and max_logit."""
-        where, (lse, max_logit) = _places(heads, rows), self._rows()
-        (self._final() if self._rounds else self._total())[where] = 0.0
-        for own in (lse, max_logit):
+        rows_of(self._final() if self._rounds else self._total(), rows, heads).zero_()
+        for own in self._rows():
             if own is not None:
-                own[where] = float("-inf")
+                rows_of(own, rows, heads).fill_(float("-inf"))
 
     def results(self) -> Results:
         """Return what all parts come to, with out in the dtype and the order of strides of q.
@@ -89,17 +87,17 @@ class PartialResults:
 
     def clear_lse(self, rows: Span) -> None:
         """Let rows that belong to no sequence have an lse of -inf, though there are sinks."""
-        self._rows()[0][:, :, _slice(rows)] = float("-inf")
+        rows_of(self._rows()[0], rows).fill_(float("-inf"))
 
-    def _add(self, where: tuple[slice, ...], part: Results, segment: Segment) -> None:
-        lse, max_logit = self._rows()
-        largest = None if max_logit is None else max_logit[where]
-        rounded = self._final()[where] if self._rounds and segment.is_last else None
+    def _add(self, heads: Span, part: Results, segment: Segment) -> None:
+        rows, (lse, largest) = segment.rows, self._rows()
+        lse, largest = rows_of(lse, rows, heads), None if largest is None else rows_of(largest, rows, heads)
+        rounded = rows_of(self._final(), rows, heads) if self._rounds and segment.is_last else None
         if not segment.is_first:
-            merge_part(Results(self._total()[where], lse[where], largest), part, rounded)
+            merge_part(Results(rows_of(self._total(), rows, heads), lse, largest), part, rounded)
             return
-        write_rows(self._total()[where] if rounded is None else rounded, part.out)
-        lse[where].copy_(part.lse)
+        write_rows(rows_of(self._total(), rows, heads) if rounded is None else rounded, part.out)
+        lse.copy_(part.lse)
         if largest is not None and part.max_logit is not None:
             largest.copy_(part.max_logit)
 
@@ -148,21 +146,16 @@ class QueryGradient:
             if is_done:
                 return
         for own in segments:
-            where, of_rows = _places(heads, own.rows), part[:, :, _slice(own.within)]
-            if own.is_first and own.is_last:
-                write_rows(self._final()[where], of_rows)
-            elif own.is_first:
-                if not is_kept:
-                    write_rows(self._so_far(heads, own.rows, part.dtype), of_rows)
-            elif own.is_last:
-                write_rows(self._final()[where], of_rows, self._so_far(heads, own.rows, part.dtype))
-            else:
-                so_far = self._so_far(heads, own.rows, part.dtype)
-                write_rows(so_far, of_rows, so_far)
+            if own.is_first and is_kept and not own.is_last:
+                continue
+            of_rows = rows_of(part, own.within)
+            so_far = None if own.is_first and own.is_last else self._so_far(heads, own.rows, part.dtype)
+            out = rows_of(self._final(), own.rows, heads) if own.is_last or so_far is None else so_far
+            write_rows(out, of_rows, None if own.is_first else so_far)
 
     def leave_empty(self, heads: Span, rows: Span) -> None:
         """Let rows that have no part be 0."""
-        self._final()[_places(heads, rows)] = 0.0
+        rows_of(self._final(), rows, heads).zero_()
 
     def get(self) -> torch.Tensor:
         """Return what all parts come to, in the dtype of q."""
@@ -175,23 +168,15 @@ class QueryGradient:
         if self._sum is None or rows.start < self._held.start or rows.stop > self._held.stop:
             total = torch.empty_like(self._like, dtype=dtype)
             if self._sum is not None:
-                total[:, :, _slice(self._held)] = self._sum
+                rows_of(total, self._held).copy_(self._sum)
             self._sum, self._held = total, Span(0, total.shape[2])
         first = self._held.start
-        return self._sum[_places(heads, Span(rows.start - first, rows.stop - first))]
+        return rows_of(self._sum, Span(rows.start - first, rows.stop - first), heads)
 
     def _final(self) -> torch.Tensor:
         if self._rounded is None:
             self._rounded = torch.empty_like(self._like)
         return self._rounded
-
-
-def _places(heads: Span, rows: Span) -> tuple[slice, ...]:
-    return slice(None), _slice(heads), _slice(rows)
-
-
-def _slice(span: Span) -> slice:
-    return slice(span.start, span.stop)
 
 
 def merge_part(result: Results, part: Results, rounded: torch.Tensor | None = None) -> None:
