@@ -223,6 +223,8 @@ def _seed(given: dict[str, Any], ranks: Ranks) -> torch.Tensor | None:
 def _without_padding(arguments: Arguments) -> Arguments:
     """Set what is padding to 0, since a hidden NaN would be multiplied by 0."""
     padded_q, padded_k = arguments.padding
+    if padded_q is padded_k is None:
+        return arguments
     q, k, v = arguments.q, arguments.k, arguments.v
     if padded_q is not None:
         q = q.masked_fill(padded_q, 0.0)
