@@ -61,11 +61,10 @@ def _places_of(forms: tuple[TensorForm, ...]) -> tuple[tuple[_Place, ...], int]:
 def pack(tensors: Iterable[torch.Tensor], dtype: torch.dtype | None = None) -> Message:
     """Return a message of the tensors' elements in the order of their dims, in this dtype if any."""
     tensors = tuple(tensors)
-    forms = [TensorForm(tuple(tensor.shape), dtype or tensor.dtype) for tensor in tensors]
-    if len(forms) <= _APART and all(
-            own.is_contiguous() and not own.is_neg() and own.dtype is form.dtype
-            for own, form in zip(tensors, forms, strict=True)):
+    if len(tensors) <= _APART and all(
+            own.is_contiguous() and not own.is_neg() and dtype in (None, own.dtype) for own in tensors):
         return tensors
+    forms = [TensorForm(tuple(tensor.shape), dtype or tensor.dtype) for tensor in tensors]
     message = empty_message(forms, tensors[0].device)
     for view, tensor in zip(unpack(message, forms), tensors, strict=True):
         write_rows(view, tensor)
@@ -126,20 +125,20 @@ def start(group: dist.ProcessGroup, sends: Mapping[int, Message], receives: Mapp
     by_host = dist.get_backend(group) == "gloo" and any(
         message[0].device.type != "cpu" for message in (*sends.values(), *receives.values()))
     staged: dict[torch.Tensor, torch.Tensor] = {}
-    operations, kept = [], []
+    operations = []
     for call, messages in ((dist.isend, sends), (dist.irecv, receives)):
-        for peer, part in ((peer, part) for peer, message in sorted(messages.items()) for part in message):
-            if not part.numel():
-                continue
-            moved = part
-            if by_host and call is dist.isend:
-                moved = part.cpu()
-            elif by_host:
-                moved = staged[part] = torch.empty_like(part, device="cpu")
-            kept.append(moved)
-            operations.append(dist.P2POp(call, moved, dist.get_global_rank(group, peer), group))
+        for peer, message in sorted(messages.items()):
+            for part in message:
+                if not part.numel():
+                    continue
+                moved = part
+                if by_host and call is dist.isend:
+                    moved = part.cpu()
+                elif by_host:
+                    moved = staged[part] = torch.empty_like(part, device="cpu")
+                operations.append(dist.P2POp(call, moved, group=group, group_peer=peer))
     works = dist.batch_isend_irecv(operations) if operations else []
-    return Transfer(works, kept, staged)
+    return Transfer(works, [operation.tensor for operation in operations], staged)
 
 
 def agree(group: dist.ProcessGroup, own: Said) -> list[Said]:

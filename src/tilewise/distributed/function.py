@@ -46,22 +46,22 @@ class _Keys:
         self._step, self._rank, self._own = step, planned.rank, (k, v)
         self._messages: dict[int, Message] = {}
         self._packed: dict[tuple[Span, ...], Message] = {}
-        sends = {}
+        self._transfer: Transfer | None = None
+        self._forms = {rank: _forms((k, v), step.heads, parts) for rank, parts in step.received(planned.rank).items()}
         if kept is not None:
             left = iter(kept)
-            self._messages = {rank: tuple(islice(left, tensors_of(_forms((k, v), step.heads, parts))))
-                              for rank, parts in step.received(planned.rank).items()}
-            self._transfer = start(planned.group, {}, {})
+            self._messages = {rank: tuple(islice(left, tensors_of(forms))) for rank, forms in self._forms.items()}
             return
+        sends = {}
         for rank, parts in step.sent.items():
             same = step.heads, *[part.rows for part in parts]  # one message for all that want it
             if same not in self._packed:
                 packed = None if before is None else before._packed.get(same)
                 self._packed[same] = packed if packed is not None else pack(
-                    rows_of(tensor, part.rows, step.heads) for tensor in (k, v) for part in parts)
+                    [rows_of(tensor, part.rows, step.heads) for tensor in (k, v) for part in parts])
             sends[rank] = self._packed[same]
-        for rank, parts in step.received(planned.rank).items():
-            self._messages[rank] = empty_message(_forms((k, v), step.heads, parts), k.device)
+        for rank, forms in self._forms.items():
+            self._messages[rank] = empty_message(forms, k.device)
         self._transfer = start(planned.group, sends, self._messages)
 
     @property
@@ -71,28 +71,23 @@ class _Keys:
 
     def get(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values of the buffer, (b, heads, rows, d or dv), once they are there."""
-        self._transfer.wait()
+        if self._transfer is not None:
+            self._transfer.wait()
         step, (k, v) = self._step, self._own
-        received = step.received(self._rank)
+        views = {rank: unpack(self._messages[rank], forms) for rank, forms in self._forms.items()}
         if len(step.parts) == 1:  # without a copy
             (part,) = step.parts
             if part.rank == self._rank:
                 return rows_of(k, part.rows, step.heads), rows_of(v, part.rows, step.heads)
-            made = unpack(self._messages[part.rank], _forms((k, v), step.heads, (part,)))
+            made = views[part.rank]
             return made[0], made[1]
-        found = []
-        for number, tensor in enumerate((k, v)):
-            heads = len(step.heads)
-            buffer = tensor.new_empty((tensor.shape[0], heads, step.length, tensor.shape[3]))
-            for part in step.parts:
-                if part.rank == self._rank:
-                    write_rows(rows_of(buffer, part.at), rows_of(tensor, part.rows, step.heads))
-            for rank, parts in received.items():
-                views = unpack(self._messages[rank], _forms((k, v), step.heads, parts))
-                for part, view in zip(parts, views[number * len(parts):], strict=False):
-                    write_rows(rows_of(buffer, part.at), view)
-            found.append(buffer)
-        return found[0], found[1]
+        buffers = [own.new_empty((own.shape[0], len(step.heads), step.length, own.shape[3])) for own in (k, v)]
+        for rank, parts in step.by_source.items():
+            held = views.get(rank) or [rows_of(own, part.rows, step.heads) for own in (k, v) for part in parts]
+            for buffer, of_tensor in zip(buffers, (held[:len(parts)], held[len(parts):]), strict=True):
+                for part, rows in zip(parts, of_tensor, strict=True):
+                    write_rows(rows_of(buffer, part.at), rows)
+        return buffers[0], buffers[1]
 
 
 def _steps_with_keys(planned: Planned, k: torch.Tensor, v: torch.Tensor, *, backwards: bool = False,
@@ -125,23 +120,24 @@ class _KeyGradients:
         self._planned, self._like = planned, (k, v)
         self._dtypes = sum_dtype(k), sum_dtype(v)
         self._made: Tensors | None = None
-        self._under_way: tuple[Step, Transfer, dict[int, Message]] | None = None
+        self._under_way: tuple[Step, Transfer, dict[int, Message], dict[int, list[TensorForm]]] | None = None
 
     def send(self, step: Step, gradients: Tensors) -> None:
         """Add what a step made for the own keys, and send the others' on their way to them."""
         rank, sends, receives = self._planned.rank, {}, {}
-        for part in step.parts:
-            if part.rank == rank:
-                self._add(step.heads, part.rows, tuple([rows_of(own, part.at) for own in gradients]))
-        for peer, parts in step.received(rank).items():
-            sends[peer] = pack([rows_of(gradient, part.at) for gradient in gradients for part in parts],
-                               self._dtypes[0])
-        for peer, parts in step.sent.items():
-            receives[peer] = empty_message(self._forms(step.heads, parts), self._like[0].device)
-        transfer = start(self._planned.group, sends, receives)
+        for source, parts in step.by_source.items():
+            if source == rank:
+                for part in parts:
+                    self._add(step.heads, part.rows, tuple([rows_of(own, part.at) for own in gradients]))
+            else:
+                sends[source] = pack([rows_of(own, part.at) for own in gradients for part in parts], self._dtypes[0])
+        forms = {peer: _forms(self._like, step.heads, parts, self._dtypes[0]) for peer, parts in step.sent.items()}
+        for peer, own in forms.items():
+            receives[peer] = empty_message(own, self._like[0].device)
         if sends or receives:
+            transfer = start(self._planned.group, sends, receives)
             self._add_arrived()
-            self._under_way = step, transfer, receives
+            self._under_way = step, transfer, receives, forms
 
     def get(self, *, rounds: bool) -> Tensors:
         """Return dk and dv, once all parts are there: in the dtype of k and v, or as sums."""
@@ -165,11 +161,11 @@ class _KeyGradients:
         """Wait for what is under way, and return it: heads, rows of the own keys, and dk and dv of these."""
         if self._under_way is None:
             return []
-        (step, transfer, messages), self._under_way = self._under_way, None
+        (step, transfer, messages, forms), self._under_way = self._under_way, None
         transfer.wait()
         found: list[tuple[Span, Span, Tensors]] = []
         for peer, parts in step.sent.items():
-            views = unpack(messages[peer], self._forms(step.heads, parts))
+            views = unpack(messages[peer], forms[peer])
             found += [(step.heads, part.rows, (of_k, of_v)) for part, of_k, of_v in zip(
                 parts, views, views[len(parts):], strict=False)]
         return found
@@ -192,9 +188,6 @@ class _KeyGradients:
             self._made = tuple([torch.zeros_like(tensor, dtype=dtype) for tensor, dtype in zip(
                 self._like, self._dtypes, strict=True)])
         return self._made
-
-    def _forms(self, heads: Span, parts: Sequence[Part]) -> list[TensorForm]:
-        return _forms(self._like, heads, parts, self._dtypes[0])
 
 
 class _Sum:

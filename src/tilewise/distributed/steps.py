@@ -75,14 +75,14 @@ class Step:
     sends: tuple[Part, ...]
     blocks: tuple[Block, ...]
 
-    @property
+    @cached_property
     def length(self) -> int:
         """Rows of the buffer."""
         return sum(len(part.rows) for part in self.parts)
 
     def received(self, rank: int) -> dict[int, tuple[Part, ...]]:
         """Return what comes from each other rank."""
-        return {source: parts for source, parts in self._by_source.items() if source != rank}
+        return {source: parts for source, parts in self.by_source.items() if source != rank}
 
     @cached_property
     def sent(self) -> dict[int, tuple[Part, ...]]:
@@ -90,7 +90,8 @@ class Step:
         return _by_rank(self.sends)
 
     @cached_property
-    def _by_source(self) -> dict[int, tuple[Part, ...]]:
+    def by_source(self) -> dict[int, tuple[Part, ...]]:
+        """What the buffer holds of each rank."""
         return _by_rank(self.parts)
 
 
