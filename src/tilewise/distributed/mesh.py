@@ -1,9 +1,7 @@
 """The ranks that share a sequence: checks of the device mesh, and of what ranks have to have alike."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -29,35 +27,23 @@ class Ranks:
     Attributes:
         group: of the only dim, or of the first one: keys travel between its ranks.
         heads: of the second dim, the own row: its ranks exchange heads; or None.
+        shape: sizes of the mesh.
+        count: how many ranks there are.
+        rank: the own one among all.
     """
 
     group: dist.ProcessGroup
     heads: dist.ProcessGroup | None
-
-    @cached_property
-    def shape(self) -> tuple[int, ...]:
-        """Sizes of the mesh."""
-        return tuple([_size_and_rank(group)[0] for group in (self.group, self.heads) if group is not None])
-
-    @cached_property
-    def count(self) -> int:
-        """How many ranks there are."""
-        return math.prod(self.shape)
-
-    @cached_property
-    def rank(self) -> int:
-        """The own one among all."""
-        rank = _size_and_rank(self.group)[1]
-        if self.heads is None:
-            return rank
-        size, within = _size_and_rank(self.heads)
-        return rank * size + within
+    shape: tuple[int, ...]
+    count: int
+    rank: int
 
 
 def _size_and_rank(group: dist.ProcessGroup) -> tuple[int, int]:
-    if group not in _sizes:
-        _sizes[group] = dist.get_world_size(group), dist.get_rank(group)
-    return _sizes[group]
+    found = _sizes.get(group)
+    if found is None:
+        found = _sizes[group] = dist.get_world_size(group), dist.get_rank(group)
+    return found
 
 
 def ranks_of(mesh: DeviceMesh) -> Ranks:
@@ -67,7 +53,13 @@ def ranks_of(mesh: DeviceMesh) -> Ranks:
         InvalidInput: something else than a mesh, one of more than two dims, or one that this process is no part of.
     """
     check_mesh(mesh, is_mesh=isinstance(mesh, DeviceMesh))
-    return Ranks(mesh.get_group(0), mesh.get_group(1) if mesh.ndim == 2 else None)
+    group = mesh.get_group(0)
+    count, rank = _size_and_rank(group)
+    if mesh.ndim == 1:
+        return Ranks(group, None, (count,), count, rank)
+    heads = mesh.get_group(1)
+    size, within = _size_and_rank(heads)
+    return Ranks(group, heads, (count, size), count * size, rank * size + within)
 
 
 def check_ranks_agree(ranks: Ranks, describe: Callable[[], str], check: Callable[[], None] = lambda: None) -> None:
