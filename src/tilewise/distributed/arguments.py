@@ -1,6 +1,7 @@
 """What the public calls are given, checked once and put into the form that schedules take."""
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from tilewise.problem import AttentionProblem
 from tilewise.problem.length_checks import packed_lengths
 from tilewise.problem.operands import NO_LENGTHS, NO_LISTS, as_batches, longest_of, operands_of, parted
 from tilewise.problem.options import DRAW_SPAN, Operands, OperatorOptions
-from tilewise.problem.problem import problem_of_call, specs_of_inputs
+from tilewise.problem.problem import problem_from_specs, specs_of_inputs, specs_of_operands
 from tilewise.support.caches import registered
 from tilewise.validate.call import check_distances
 from tilewise.validate.distributed import (
@@ -32,7 +33,7 @@ from tilewise.validate.distributed import (
     check_shard_length,
     checked_lengths,
 )
-from tilewise.validate.tensors import check_inputs, check_lengths_are_tensors
+from tilewise.validate.tensors import SpecKey, check_inputs, check_lengths_are_tensors
 from tilewise.validate.values import check_choices, check_numbers
 
 PACKED_NAMES = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
@@ -204,7 +205,7 @@ def arguments_of(given: dict[str, Any], rank: int, ranks: int) -> Arguments:
     if operands.alibi_slopes is not None:
         check_distances(band, queries.length, keys.length, are_data=False)
     band = _resolved(band, queries.length, keys.length)
-    _check_problem(q, k, v, keys.length, operands, options)
+    _check_problem(specs_of_inputs(q, k, v), keys.length, specs_of_operands(operands), options)
     if documents is not None:
         _check_documents(documents, q.shape[0], (queries.length, keys.length))
     return Arguments(q, k, v, queries, keys, band, operands, options, documents, None, padding, sources=sources)
@@ -299,20 +300,25 @@ def _parted(mask: Any) -> tuple[Mask, torch.Tensor | None, Documents | None, tup
     return band, visible, documents, lists[:2]
 
 
+@registered
+@lru_cache(maxsize=1024)
 def _resolved(band: Mask, query_length: int, key_length: int) -> Mask:
     """Name the alignment by its offset; raises :class:`InvalidInput` where there are two."""
     offset = band.offset(query_length, key_length) if band.is_bounded or band.alignment is not None else 0
     return Mask(band.left, band.right, offset, band.prefix, band.sink_tokens, band.chunk)
 
 
-def _check_problem(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_length: int, operands: Operands,
+@registered
+@lru_cache(maxsize=1024)
+def _check_problem(tensors: tuple[SpecKey, SpecKey, SpecKey], key_length: int, operands: tuple[SpecKey, ...],
                    options: OperatorOptions) -> None:
     """Check tensors against one another as :func:`tilewise.attention` does, with keys of all ranks."""
-    of_q, *of_keys = specs_of_inputs(q, k, v)
+    of_q, *of_keys = tensors
     of_k, of_v = ((name, (b, heads, key_length, d), (0, 0, 0, 0), dtype, device)
                   for name, (b, heads, _, d), _, dtype, device in of_keys)
     # The mask has been resolved; what it says of distances does not matter to the checks.
-    problem_of_call((of_q, of_k, of_v), operands, options._replace(alignment="top_left"))
+    problem_from_specs((of_q, of_k, of_v), operands, options._replace(alignment="top_left").mask, options.scale,
+                       options.settings, options.deterministic)
 
 
 def _check_documents(documents: Documents, b: int, lengths: tuple[int, int]) -> None:

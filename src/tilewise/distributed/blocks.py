@@ -6,6 +6,7 @@ probabilities of a block are the final ones, and with its out so is delta, so th
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -18,10 +19,12 @@ from tilewise.dispatch import choose
 from tilewise.distributed.packing import Borders
 from tilewise.distributed.rows import rows_of
 from tilewise.distributed.steps import Block, Step
-from tilewise.masks import Span
+from tilewise.masks import Mask, Span
 from tilewise.masks.document_ranges import documents_of
 from tilewise.problem import AttentionProblem
+from tilewise.problem.operands import NO_LONGEST, Longest
 from tilewise.problem.options import NO_OPERANDS, Operands, OperatorOptions
+from tilewise.support.caches import registered
 
 Tensors = tuple[torch.Tensor, ...]
 Documents = tuple[torch.Tensor, torch.Tensor]
@@ -112,20 +115,29 @@ class Call:
 
     def options_of(self, block: Block, *, float32_results: bool) -> OperatorOptions:
         """Return the options of a block; ``float32_results``: whether 16-bit inputs have results in float32."""
-        mask, options, alignment = block.mask, self.options, block.mask.alignment
-        if not mask.is_bounded and self.operands.alibi_slopes is None:
-            alignment = None  # nothing looks at it, and more backends take the call
-        origin = (block.place.first_query, block.place.first_key) if options.dropout_p else (None, None)
-        longest: dict[str, Any] = {"max_seqlen_q": None, "max_seqlen_k": None}
+        longest: Longest = NO_LONGEST
         if block.borders is not None:
             of_pairs = [own for own in (self.operands.bias, self.operands.mask) if own is not None]
-            longest = {name: max((own.shape[dim] for own in of_pairs if own.shape[dim] > 1), default=None)
-                       for name, dim in (("max_seqlen_q", 2), ("max_seqlen_k", 3))}
-        return options._replace(
-            **longest,
-            left=mask.left, right=mask.right, alignment=None if isinstance(alignment, int) else alignment,
-            offset=alignment if isinstance(alignment, int) else None, prefix=mask.prefix, sink_tokens=mask.sink_tokens,
-            chunk=mask.chunk, dropout_origin_q=origin[0], dropout_origin_k=origin[1], float32_results=float32_results)
+            of_q, of_k = (max((own.shape[dim] for own in of_pairs if own.shape[dim] > 1), default=None)
+                          for dim in (2, 3))
+            longest = of_q, of_k
+        origin = (block.place.first_query, block.place.first_key) if self.options.dropout_p else (None, None)
+        # Nothing looks at the alignment of a mask without bounds, and more backends take the call without one.
+        names_alignment = block.mask.is_bounded or self.operands.alibi_slopes is not None
+        return _options_of(self.options, block.mask, longest, origin, names_alignment, float32_results)
+
+
+@registered
+@lru_cache(maxsize=4096)
+def _options_of(options: OperatorOptions, mask: Mask, longest: Longest, origin: tuple[int | None, int | None],
+                names_alignment: bool, float32_results: bool) -> OperatorOptions:
+    """Return the options of a block, of which this is known."""
+    alignment = mask.alignment if names_alignment else None
+    return options._replace(
+        left=mask.left, right=mask.right, alignment=None if isinstance(alignment, int) else alignment,
+        offset=alignment if isinstance(alignment, int) else None, prefix=mask.prefix, sink_tokens=mask.sink_tokens,
+        chunk=mask.chunk, max_seqlen_q=longest[0], max_seqlen_k=longest[1], dropout_origin_q=origin[0],
+        dropout_origin_k=origin[1], float32_results=float32_results)
 
 
 class Summed(NamedTuple):

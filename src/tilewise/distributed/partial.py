@@ -1,6 +1,7 @@
 """Partial results over disjoint sets of keys, summed up as they come: the rule of :func:`tilewise.merge` in place."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 
@@ -9,6 +10,9 @@ from tilewise.distributed.rows import has_kernels, rows_of, write_rows
 from tilewise.distributed.segments import Segment
 from tilewise.masks import Span
 from tilewise.problem import dense_strides
+from tilewise.support.caches import registered
+
+_dense_strides = registered(lru_cache(maxsize=1024)(dense_strides))
 
 
 def sum_dtype(like: torch.Tensor) -> torch.dtype:
@@ -72,7 +76,7 @@ class PartialResults:
         lse, max_logit = self._rows()
         if self._rounded is not None:
             return Results(self._rounded, lse, max_logit)
-        out, strides = self._total(), dense_strides(self._shape, self._like.stride())
+        out, strides = self._total(), _dense_strides(self._shape, self._like.stride())
         if out.dtype is not self._like.dtype or out.stride() != strides:
             out = self._final().copy_(out)
         return Results(out, lse, max_logit)
@@ -108,7 +112,7 @@ class PartialResults:
 
     def _final(self) -> torch.Tensor:
         if self._rounded is None:
-            self._rounded = self._like.new_empty_strided(self._shape, dense_strides(self._shape, self._like.stride()))
+            self._rounded = self._like.new_empty_strided(self._shape, _dense_strides(self._shape, self._like.stride()))
         return self._rounded
 
     def _rows(self) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -346,13 +346,6 @@ def problem_from_specs(tensors: tuple[SpecKey, SpecKey, SpecKey], operands: tupl
 _cached = registered(lru_cache(maxsize=4096)(problem_from_specs))
 
 
-def problem_of_call(tensors: tuple[SpecKey, SpecKey, SpecKey], operands: Operands,
-                    options: OperatorOptions) -> AttentionProblem:
-    """The same as :meth:`AttentionProblem.from_call` of q, k and v that are no tensors, with sizes that are known."""
-    return _cached(tensors, specs_of_operands(operands), options.mask, options.scale, options.settings,
-                   options.deterministic)
-
-
 def _sequences(operands: list[TensorSpec], settings: ScoreSettings, q: TensorSpec, mask: Mask) -> Sequences:
     """Check the operands that hold lengths, and describe them."""
     given = {own.name: own for own in operands if own.name in _LENGTHS}
