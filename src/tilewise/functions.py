@@ -104,11 +104,11 @@ class ScoreFunction:
     Make it once and keep it: each new one is compiled anew. :meth:`with_tensors` changes its tensors alone.
 
     Attributes:
-        triton: a ``@triton.jit`` function; None = the triton backend refuses.
+        triton: a ``@triton.jit`` function; None = the triton and gluon backends refuse.
         torch: None = the reference backend refuses.
         derivative: of the Triton function: ``derivative(dscore, score, batch, head, q_idx, k_idx, *tensors)``, a
-            ``@triton.jit`` function, returns the gradient of ``score`` from that of the result. None = dscore itself:
-            right for what adds a term.
+            ``@triton.jit`` function, returns the gradient of ``score`` from that of the result: a factor times dscore,
+            without a threshold on it or a clipping. None = dscore itself: right for what adds a term.
         tensors: contiguous, on the call's device; without a gradient.
 
     Raises:

@@ -46,6 +46,12 @@ def numbered_derivative(dscore, score, batch, head, q_idx, k_idx):
 
 
 @triton.jit
+def scanned(score, batch, head, q_idx, k_idx):
+    """What needs a whole row, and ends in an error of a pass, not of the front end."""
+    return tl.cumsum(score, 1)
+
+
+@triton.jit
 def doubled(score, batch, head, q_idx, k_idx):
     return score * 2.0
 
@@ -68,6 +74,7 @@ def functions():
     traced = {mod.__name__: traced_score(mod) for mod in (of_every_kind, constant, in_float64)}
     return score_functions("cpu") | traced | {
         "calling": ScoreFunction(calling, tensors=(TABLE[:, 0].contiguous(),)), "numbered": ScoreFunction(numbered),
+        "scanned": ScoreFunction(scanned),
         "numbered_derivative": ScoreFunction(doubled, derivative=numbered_derivative),
         "complex": ScoreFunction(calling, tensors=(torch.zeros(4, dtype=torch.complex64),))}
 

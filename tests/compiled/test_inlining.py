@@ -39,8 +39,14 @@ def test_a_function_that_makes_tiles_is_refused_by_its_line(asked, function, lin
     for backward in (False, True):
         reason, name = asked(function, backward=backward)
         expected = (f"needs score functions that Gluon compiles, got {name}, of which it does not compile '{line}'; "
-                    "backend='triton' does")
+                    "backend='triton' may compile it")
         assert reason == (expected if backward in passes else None)
+
+
+def test_a_function_of_which_the_compiler_fails_is_refused_by_what_it_says(asked):
+    reason, name = asked("scanned", backward=False)
+    assert reason.startswith(f"needs score functions that Gluon compiles, got {name}, of which it ")
+    assert reason.endswith("; backend='triton' may compile it")
 
 
 def test_tensors_of_numbers_that_triton_has_not_are_refused(asked):

@@ -7,12 +7,12 @@ import triton.language as tl
 import tilewise as tw
 from tilewise.functions import MaskFunction, ScoreFunction
 
-REACH = 200  # of a table of relative positions, to either side
+REACH = 640  # of a table of relative positions, to either side
 
 
 @triton.jit
 def relative(score, batch, head, q_idx, k_idx, table):
-    return score + tl.load(table + head * 401 + (q_idx - k_idx + 200))
+    return score + tl.load(table + head * 1281 + (q_idx - k_idx + 640))
 
 
 def relative_twin(score, batch, head, q_idx, k_idx, table):
@@ -133,7 +133,7 @@ def table_of(device, dtype=torch.float32):
 
 def score_functions(device):
     """One of each kind: a term read from a tensor, a factor, a curve, and one that is NaN where causal masks hide."""
-    factors = torch.linspace(-1.5, 1.5, 300, device=device)
+    factors = torch.linspace(-1.5, 1.5, 640, device=device)
     return {"relative": ScoreFunction(relative, relative_twin, tensors=(table_of(device),)),
             "damped": ScoreFunction(damped, damped_twin, damped_derivative, (factors,)),
             "squashed": ScoreFunction(squashed, squashed_twin, squashed_derivative),

@@ -25,7 +25,9 @@ IN_16_BITS = [
     Case("narrow", b=2, hq=4, hk=2, sq=150, sk=190, d=64, dv=64, mask=causal("bottom_right")),
     Case("wide", b=1, hq=2, hk=1, sq=190, sk=150, d=128, dv=128, mask=window(100, 20, "top_left")),
     Case("optioned", b=2, hq=4, hk=2, sq=150, sk=190, d=64, dv=64, mask=window(90, 30, "bottom_right"), alibi="h",
-         sinks=True, softcap=4.0)]
+         sinks=True, softcap=4.0),
+    Case("long", b=1, hq=2, hk=1, sq=600, sk=640, d=64, dv=64, mask=causal("bottom_right")),
+    Case("long and wide", b=1, hq=1, hk=1, sq=520, sk=520, d=128, dv=128)]
 NAMES = [(name, None) for name in ("relative", "damped", "squashed")] + [(None, "dilated"), (None, "chosen"),
                                                                         ("relative", "chosen"), ("squashed", "dilated")]
 
@@ -119,10 +121,12 @@ def test_score_functions_stay_within_error_budget_in_16_bits(backend, score, cas
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy, of the roots that are hidden
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("softcap", [None, 3.0])
-def test_what_a_function_makes_of_hidden_pairs_reaches_nothing(backend, softcap, device):
-    call = Call(Case("hidden", hq=2, hk=1, sq=130, sk=130, d=16, dv=16, mask=causal(), bias="1hqk", softcap=softcap),
-                "singular", None, device)
+def test_what_a_function_makes_of_hidden_pairs_reaches_nothing(backend, softcap, dtype, device):
+    d = 16 if dtype is torch.float32 else 64
+    call = Call(Case("hidden", hq=2, hk=1, sq=136, sk=136, d=d, dv=d, mask=causal(), bias="1hqk", softcap=softcap),
+                "singular", None, device, dtype)
     call.assert_within_budget(*call.run(backend))
 
 

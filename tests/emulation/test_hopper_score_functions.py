@@ -30,6 +30,7 @@ forward_on_cpu, backward_on_cpu, gluon_on_cpu, plan_on_cpu = (
 forward_launch = pytest.importorskip("tilewise.kernels.hopper.forward.launch")
 TWO, THREE = HopperForwardConfig(128, 2), HopperForwardConfig(128, 3, ping_pong=True)
 WIDE = HopperForwardConfig(64, 2, q_stages=1, epilogue_passes=2)
+NARROW = HopperForwardConfig(64, 2, kv_stages=4)  # the heuristic's
 S_AHEAD = HopperD128Config(s_ahead=True, variant=D128Variant.DQ_FROM_REGISTERS)
 STAGED, DETERMINISTIC = (HopperD128Config(variant=variant) for variant in (
     D128Variant.DQ_STAGED, D128Variant.DETERMINISTIC))
@@ -74,8 +75,45 @@ def lifted_twin(score, batch, head, q_idx, k_idx):
     return torch.where(k_idx < 192, score + 0.5 * k_idx.to(score.dtype), -torch.inf)
 
 
+def poled(score, batch, head, q_idx, k_idx):
+    """Infinite at 0, the score of a query that is not there, for which the last of 300 stands."""
+    return gluon_on_cpu._where((score == 0.0) & (q_idx == 299), float("inf"), score)
+
+
+def poled_twin(score, batch, head, q_idx, k_idx):
+    return score
+
+
+def halved(score, batch, head, q_idx, k_idx):
+    return 0.5 * score
+
+
+def halved_derivative(dscore, score, batch, head, q_idx, k_idx):
+    return dscore * gluon_on_cpu._where((score == 0.0) & (q_idx == 299), float("inf"), 0.5)
+
+
+def halved_twin(score, batch, head, q_idx, k_idx):
+    return 0.5 * score
+
+
+def far_derivative(dscore, score, batch, head, q_idx, k_idx):
+    """NaN where a causal mask hides."""
+    return dscore * (q_idx - k_idx + 31.0).sqrt() * 0.02
+
+
+def far_product(score, batch, head, q_idx, k_idx):
+    return score * (q_idx - k_idx + 31.0).sqrt() * 0.02
+
+
+def far_product_twin(score, batch, head, q_idx, k_idx):
+    return score * (q_idx - k_idx + 31.0).clamp(min=0.0).to(score.dtype).sqrt() * 0.02
+
+
 BENT = FunctionCode("bent", bent, bent_twin, bent_derivative, 2)
 FAR = FunctionCode("far", far, far_twin, None, 0)
+POLED = FunctionCode("poled", poled, poled_twin, None, 0)
+HALVED = FunctionCode("halved", halved, halved_twin, halved_derivative, 0)
+FAR_PRODUCT = FunctionCode("far_product", far_product, far_product_twin, far_derivative, 0)
 LIFTED = FunctionCode("lifted", lifted, lifted_twin, None, 0)
 
 
@@ -102,7 +140,7 @@ def hold_forward(config, code, mask=None, sizes=(300, 556), d=64, b=2, lengths=(
     forward_on_cpu.check(problem, tensors, out, lse, oracle.Changes(operands, settings))
 
 
-@pytest.mark.parametrize("config", [TWO, THREE, WIDE], ids=["two", "three", "one_part"])
+@pytest.mark.parametrize("config", [TWO, THREE, WIDE, NARROW], ids=["two", "three", "wide", "narrow"])
 @pytest.mark.parametrize("mask", [Mask(), causal("bottom_right"), SHIFTED], ids=["full", "causal", "shifted"])
 def test_a_function_changes_scores_by_batch_entry_head_and_positions(mask, config):
     hold_forward(config, BENT, mask, d=200 if config is WIDE else 64)
@@ -158,6 +196,23 @@ def test_gradients_go_through_the_derivative(mask, config, d):
     read = tables()
     got = backward_on_cpu.differentiate(with_function(problem, BENT), tensors, config, 3, 3, function_tensors=read)
     compare(got, expected(problem, tensors, function=twin_of(problem, BENT, read)))
+
+
+@pytest.mark.parametrize("code", [POLED, HALVED], ids=lambda code: code.name)
+@pytest.mark.parametrize("config", [STAGED, DETERMINISTIC], ids=lambda config: config.variant)
+def test_what_a_function_makes_of_queries_that_are_not_there_reaches_no_gradient(config, code):
+    """Of 300 queries the last block has 20 more, in which scores are 0."""
+    random.seed(0)
+    problem, tensors = call_of(Mask(), (300, 256), (2, 1), (128, 128))
+    got = backward_on_cpu.differentiate(with_function(problem, code), tensors, config, 3, 3)
+    compare(got, expected(problem, tensors, function=twin_of(problem, code, ())))
+
+
+def test_a_derivative_that_is_nan_where_the_mask_hides_reaches_no_gradient():
+    random.seed(0)
+    problem, tensors = call_of(causal("bottom_right"), (300, 330), (2, 1), (64, 64))
+    got = backward_on_cpu.differentiate(with_function(problem, FAR_PRODUCT), tensors, S_AHEAD, 3, 3)
+    compare(got, expected(problem, tensors, function=twin_of(problem, FAR_PRODUCT, ())))
 
 
 def test_gradients_pass_a_function_without_a_derivative_unchanged():

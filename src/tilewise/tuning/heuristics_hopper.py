@@ -65,10 +65,10 @@ def forward_heuristic(problem: AttentionProblem, num_sms: int = NUM_SMS) -> Hopp
     blocks of 128 keys gain 11 to 13 % over those of 64 (benchmarks/journal/hopper-forward.md). They were not timed with
     one warpgroup.
 
-    With a score function blocks have 64 keys, and four KV stages where they fit: what a function keeps of 128 keys
-    leaves too few registers. With three functions, one of them a table's, 64 and 128 columns, 1.04 to 1.39 times as
-    fast, but for the table's at 64, 0.92 times. Three warpgroups took 1.03 to 1.37 times as long, ping-pong scheduling
-    1 to 13 % longer at 64 (benchmarks/journal/hopper-forward.md).
+    With a score function blocks have 64 keys, and with two warpgroups four KV stages where they fit. Beside 128 keys,
+    the maximum frozen in both, they were 1.03 to 1.49 times as fast with three functions at 64 and 128 columns, but for
+    one that reads a table, at 64: 0.97 times. There alone, and in blocks of one part, were three warpgroups faster; and
+    ping-pong scheduling at 128, by 1 % (benchmarks/journal/hopper-forward.md).
     """
     length = problem.sk // (problem.sequences.packed or 1) if lengths_may_decide(problem) else 0
     room, has_function = DeviceSpec.of_arch("sm_90").shared_memory, problem.scores.score_function is not None
@@ -120,8 +120,8 @@ def _two_ping_pong(problem: AttentionProblem, length: int) -> bool:
     At 64, with four stages, causal +0.7 % at 512 and +0.6 % at 1024; at 96 without a mask +8 to 14 %, causal +4 to
     10 %; at 128 without a mask +2 to 3.4 %, causal 0 to +1 %; at 256 +0.4 to 1.2 % to a length of 1024, and nothing or
     little beyond. Of packed sequences -2 to +1 % at 64 and -1 to +2 % at 128. At 192 they lost 0.8 %, causal. With a
-    softcap +1 % at 64 and 128, with dropout +3 and -5 %; a bias lost 3 % at 128, and score functions 1 to 13 % at 64.
-    Shorter lengths and windows were not timed.
+    softcap +1 % at 64 and 128, with dropout +3 and -5 %; a bias lost 3 % at 128, and score functions 4 to 12 %
+    in all of six cases but one, which gained 1 %. Shorter lengths and windows were not timed.
     """
     widths = sum(pieces_of(problem.d)), sum(pieces_of(problem.dv))
     scores = problem.scores
@@ -142,7 +142,8 @@ def backward_heuristic(problem: AttentionProblem, num_sms: int = NUM_SMS) -> Hop
     from registers (+7 to 16 %). Wider heads leave no choice: where registers hold all columns of dK and dV of 64 keys
     each warpgroup has keys of its own (at 192 and 128 1.2 to 1.4 times as fast as sharing them), else two share them.
     The ring of a bias takes shared memory: a variant beside which it does not fit is not chosen. With a score function
-    nothing was timed: there are the variants of which Triton 3.6 to 3.9 leave the fewest descriptors of products stray.
+    other variants were not timed: these are the ones of which Triton 3.6 to 3.9 leave the fewest descriptors of
+    products that are not alike on every path of the code.
     """
     widest = max(problem.d, problem.dv)
     if widest > 128:

@@ -11,6 +11,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler.errors import CompilationError
+from triton.errors import TritonError
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.runtime.jit import JITFunction
@@ -77,9 +78,10 @@ def why_not_inlined(code: FunctionCode, dtypes: tuple[torch.dtype, ...], *, back
         {"FUNCTION": code.triton, "DERIVATIVE": derivative, "KEYS_FIRST": backward, "INT64": int64})
     try:
         triton.compile(source, target=_TARGET, options=OPTIONS)
-    except CompilationError as error:
-        return (f"needs score functions that Gluon compiles, got {code.name}, of which it does not compile "
-                f"{_line_of(error)}; backend='triton' does")
+    except (TritonError, RuntimeError) as error:  # of a pass of the compiler's a RuntimeError, without a line
+        found = f"of which it does not compile {_line_of(error)}" if isinstance(error, CompilationError) else (
+            f"of which it says {str(error).strip().splitlines()[0]}")
+        return f"needs score functions that Gluon compiles, got {code.name}, {found}; backend='triton' may compile it"
     return None
 
 

@@ -80,9 +80,9 @@ def function_of(problem: AttentionProblem) -> ScoreFunction:
 
 
 def with_tensors(function: ScoreFunction, tensors: Sequence[Any]) -> ScoreFunction:
-    """Return a function with its tensors; no function has none, not an empty tuple, which Triton would hand over.
+    """Return a function with its tensors, of which torch's operators make a list.
 
-    torch's operators make lists of tuples.
+    Without a function they stay None: Triton would pass an empty tuple on as an argument.
     """
     return function if function.call is None else function._replace(tensors=tuple(tensors))
 

@@ -106,7 +106,7 @@ def q_blocks_of(first, bounds, C: gl.constexpr):
 
     Blocks lie on a grid from query 0 on, since the dQ accumulator is stored by blocks. ``upper_boundary`` of them lie
     at the first queries. In a tile that reaches past the last key all blocks need a mask. Queries past the last one
-    need none: their probabilities are 0. There may be no block.
+    need none: their lse is inf, so that their probabilities are 0. There may be no block.
     """
     last = gl.minimum(first + 64 * C.CONSUMERS, bounds.sk) - 1
     start = 0

@@ -131,7 +131,7 @@ def take_off_distances(exponents, first_query, slope_log2, view, C: gl.constexpr
     """Take ALiBi's slope times the distance off exponents, of keys by queries."""
     corner = first_query + view.diagonal - view.key
     pairs = as_pairs(exponents) - slope_times_distance(exponents, corner, slope_log2, True, C.SEES_AHEAD)
-    return gl.convert_layout(pairs.reshape(exponents.shape), exponents.type.layout)
+    return as_tile(pairs, exponents)
 
 
 @gluon.jit
@@ -140,7 +140,8 @@ def exponents_of_function(scores, lse, first_query, bits, head, view, args, MASK
     """Return the exponents of what a function makes of scores, which are products, or tanh, and its derivative, if any.
 
     The derivative is a factor of dS, 0 where a pair is hidden: there the function may make NaN. It comes with the
-    function, not with dS: what the two have in common would else take registers in between.
+    function, not with dS: what the two have in common would else take registers in between. A query that is not there
+    has an lse of inf; what the function makes of its score, which is 0, takes no part either.
     """
     place = HeadPlace(view.sequence, head.head, args.function_tensors, args.first_pair)
     corner = (first_query, view.key)
@@ -153,7 +154,8 @@ def exponents_of_function(scores, lse, first_query, bits, head, view, args, MASK
         slopes = as_tile(gradient_of_pairs(ones, pairs, arguments, place.tensors, DERIVATIVE), scores)
         if MASKED:
             slopes = hide_pairs(slopes, first_query, bits, view, C)
-    return made * LOG2E - lse[None, :], slopes
+        slopes = gl.where((lse < float("inf"))[None, :], slopes, 0.0)
+    return gl.where((lse < float("inf"))[None, :], made * LOG2E - lse[None, :], float("-inf")), slopes
 
 
 @gluon.jit
