@@ -478,8 +478,8 @@ def check_mma(row):
     # Where they are serialized, each MMA gets a fence of its own.
     assert 0 < row["warpgroup.arrive"] <= row["hgmma"] / 3, row
     assert row["utmaldg"] > 0, row
-    # Registers set on some paths alone: see pipeline.optimization_barrier. Beside a function in the backward pass, which
-    # spills most, 3.6.0 and 3.8.0 save some on the stack that nothing has set there; nothing is computed with them.
+    # Registers set on some paths alone: see pipeline.optimization_barrier. Beside a function in the backward pass,
+    # which spills most, 3.6.0 and 3.8.0 save some on the stack that nothing has set, and compute nothing with them.
     saves = "STL " if any(option.startswith("score:") for option in row.get("options", ())) else ()
     assert [read for read in row["unset"].values() if not read.startswith(saves)] == [], row
     assert row["strays"] == [], row  # or on some paths to something else
