@@ -50,10 +50,17 @@ def bias_of(shape, dtype=torch.float16):
     return 3.0 * torch.randn(shape).to(dtype)
 
 
+def in_rows_for_tma(bias):
+    """The same numbers, in rows that begin at multiples of 16 bytes."""
+    rows = bias.new_full((*bias.shape[:3], -(-bias.shape[3] // 8) * 8), torch.nan)
+    return rows[..., :bias.shape[3]].copy_(bias)
+
+
+@pytest.mark.parametrize("laid_out", [in_rows_for_tma, torch.Tensor.contiguous], ids=["tma", "threads"])
 @pytest.mark.parametrize("config", [TWO, THREE, WIDE], ids=["two", "three", "one_part"])
 @pytest.mark.parametrize("mask", [Mask(), causal("bottom_right"), SHIFTED], ids=["full", "causal", "shifted"])
-def test_a_bias_is_added_to_the_pairs_that_are_seen(mask, config):
-    hold(Operands(bias=bias_of((1, 4, 300, 556))), config, mask=mask, d=200 if config is WIDE else 64)
+def test_a_bias_is_added_to_the_pairs_that_are_seen(mask, config, laid_out):
+    hold(Operands(bias=laid_out(bias_of((1, 4, 300, 556)))), config, mask=mask, d=200 if config is WIDE else 64)
 
 
 @pytest.mark.parametrize("bias", [
@@ -64,10 +71,19 @@ def test_a_bias_of_any_dtype_and_strides(bias):
     hold(Operands(bias=bias), TWO, mask=SHIFTED)
 
 
+@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 4), (2, 4)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_tma_brings_a_bias_that_batch_entries_or_heads_share(shape, dtype):
+    bias = in_rows_for_tma(bias_of((*shape, 300, 556), dtype))
+    hold(Operands(bias=bias.expand(2, 4, 300, 556)), TWO, mask=SHIFTED, dtype=dtype)
+    hold(Operands(bias=bias), TWO, dtype=dtype)
+
+
+@pytest.mark.parametrize("laid_out", [in_rows_for_tma, torch.Tensor.contiguous], ids=["tma", "threads"])
 @pytest.mark.parametrize("config", [TWO, THREE], ids=["two", "three"])
-def test_a_bias_may_hide_whole_blocks_and_rows(config):
+def test_a_bias_may_hide_whole_blocks_and_rows(config, laid_out):
     """-inf where a tile begins, in all but the first keys, and in all of a row, which gives 0."""
-    bias = bias_of((1, 4, 300, 556))
+    bias = laid_out(bias_of((1, 4, 300, 556)))
     bias[..., 300:] = -torch.inf
     bias[..., 130:200, 20:] = -torch.inf
     hold(Operands(bias=bias), config)

@@ -512,6 +512,23 @@ def test_a_plan_is_of_the_strides_of_the_bias_that_is_read(monkeypatch):
         (1024, 512, 64, 1), (128, 64, 8, 1), (1024, 512, 64, 1))]
 
 
+def test_a_forward_call_copies_a_bias_that_tma_would_read_from_where_it_cannot(monkeypatch):
+    planned = []
+
+    def plan(problem):
+        planned.append(problem.scores.bias.strides)
+        raise KeyError
+
+    monkeypatch.setattr(gluon, "_plan", plan)
+    q = torch.zeros(1, 2, 8, 64, dtype=torch.float16)
+    strided = torch.zeros(1, 2, 8, 64, dtype=torch.float16)
+    for bias in (strided[..., :8], strided[..., 1:9], strided[..., 1:9].float(), strided[..., 1:17:2]):
+        operands = Operands(bias=bias)
+        with pytest.raises(KeyError):
+            gluon.backend.forward(AttentionProblem.from_tensors(q, q, q, operands), q, q, q, operands)
+    assert planned == [(1024, 512, 64, 1), (128, 64, 8, 1), (128, 64, 8, 1), (1024, 512, 64, 2)]
+
+
 def _without_metadata(name):
     raise importlib.metadata.PackageNotFoundError(name)
 

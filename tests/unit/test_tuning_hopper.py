@@ -155,6 +155,29 @@ def test_a_score_function_has_two_warpgroups_and_64_keys_in_the_forward_pass_and
     assert (schedule.frozen_max, schedule.softmax_parts) == (True, 2)
 
 
+def bias_of(*strides, shape=(1, 2, 512, 512), dtype=torch.bfloat16):
+    return {"scores": ScoreOptions(bias=OperandSpec(shape, strides, dtype))}
+
+
+@pytest.mark.parametrize(("d", "q_stages", "bias_stages"), [(64, 2, 1), (96, 2, 1), (128, 1, 1), (256, 1, 0)])
+def test_tma_brings_a_bias_where_a_block_of_it_fits(d, q_stages, bias_stages):
+    problem = replace(problem_of(d), **BUSY, **bias_of(0, 2**24, 2**12, 1, shape=(8, 16, 4096, 4096)))
+    config = forward_heuristic(problem)
+    assert (config.q_stages, config.bias_stages(problem)) == (q_stages, bias_stages)
+    assert config.shared_bytes(problem) <= DEVICE.shared_memory
+    assert HopperForwardConfig(64, 3).bias_stages(problem) == 0
+
+
+@pytest.mark.parametrize("fields", [
+    bias_of(2**20, 2**18, 512, 1, dtype=torch.float32), bias_of(2**20, 2**18, 516, 1), bias_of(2**20, 2**18, 1, 512),
+    bias_of(0, 0, 0, 1), bias_of(0, 512, 0, 1, shape=(1, 2, 1, 512)), bias_of(2**20 + 4, 2**18, 512, 1),
+    bias_of(2**20, 2**18, 512, 1) | {"sequences": Sequences(seqlens_k=OperandSpec((1,), (1,), torch.int32))}],
+    ids=["float32", "rows", "transposed", "shared", "of_keys", "batches", "lengths"])
+def test_threads_load_a_bias_that_tma_cannot_move(fields):
+    problem = replace(problem_of(64, s=512), **fields)
+    assert forward_heuristic(problem).bias_stages(problem) == 0
+
+
 @pytest.mark.parametrize("d", [40, 64, 72, 128])
 def test_plain_calls_have_augmented_k_and_deterministic_ones_of_narrow_heads_too(d):
     problem = problem_of(d, kernel="hopper_backward")

@@ -149,7 +149,7 @@ class ForwardNumbers(NamedTuple):
     group: query heads per kv head. num_sequences: how many there are where their lengths are on the device,
     else None. sinks_stride: None of 1, and without sinks. plan: with C.MASK_PLAN a PlanNumbers. diagonal: with ALiBi,
     where lengths are not on the device, the key that query 0 is at no distance from, counted from the first one that is
-    seen. first_pair: a FirstPair.
+    seen. first_pair: a FirstPair. bias: a BiasPlace, where TMA brings it.
     """
 
     grid: Any
@@ -163,6 +163,7 @@ class ForwardNumbers(NamedTuple):
     diagonal: Any = None
     dropout: Any = DropoutNumbers()
     first_pair: Any = FirstPair()
+    bias: Any = None
 
 
 class Scales(NamedTuple):
@@ -196,10 +197,10 @@ class BackwardPointers(NamedTuple):
 
 
 class BiasPlace(NamedTuple):
-    """Which part of a bias a backward call reads.
+    """Which part of a bias a kernel reads by TMA.
 
     own_batch, own_head: 1 where each batch entry or head has its own, 0 where all share one. first_key: the first key
-    that is seen; queries begin with the first one that sees a key.
+    that is seen; in the backward pass queries begin with the first one that sees a key.
     """
 
     own_batch: Any

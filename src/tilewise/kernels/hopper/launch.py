@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tilewise.kernels.driver import raw_stream
-from tilewise.kernels.hopper.arguments import DropoutNumbers, FirstPair, ScoreFunction
+from tilewise.kernels.hopper.arguments import BiasPlace, DropoutNumbers, FirstPair, ScoreFunction
 from tilewise.problem import AttentionProblem
 from tilewise.problem.options import DRAWS
 
@@ -127,3 +127,13 @@ def _counter_of_stream(device: torch.device, stream: int) -> torch.Tensor:
             torch.cuda.current_stream(device).synchronize()  # once, beside which the kernel is compiled
         _SPARE[device] = map(cleared[:, :1].__getitem__, range(_SPARES))
     return torch.zeros(1, dtype=torch.int32, device=device)
+
+
+def place_of_bias(problem: AttentionProblem) -> BiasPlace | None:
+    """Return which part of the bias a call reads; an expanded dim is a shared one."""
+    bias = problem.scores.bias
+    if bias is None:
+        return None
+    own_batch, own_head = (int(size > 1 and stride != 0)
+                           for size, stride in zip(bias.shape[:2], bias.strides[:2], strict=True))
+    return BiasPlace(own_batch, own_head, problem.seen_keys.start)

@@ -236,6 +236,16 @@ def scaled_sum(row_sum, factor, p, C: gl.constexpr):
 
 
 @gluon.jit
+def in_float32(bias):
+    """Turn a bias to float32. Of bfloat16 two neighbours share a register, which Triton would take apart first."""
+    if bias.dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;", "=&r,=r,r", [bias],
+                                         dtype=gl.float32, is_pure=True, pack=2)
+    else:
+        return bias.to(gl.float32)
+
+
+@gluon.jit
 def pack_pairs(p, DTYPE: gl.constexpr, DROPS: gl.constexpr = False):
     """Round P, and hold two neighbours in one 32-bit register: (64, KEYS / 2). DROPS: negative ones become 0.
 

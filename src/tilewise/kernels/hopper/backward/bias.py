@@ -24,7 +24,7 @@ from tilewise.kernels.hopper.pipeline import (
     make_barriers,
     producer_acquire,
 )
-from tilewise.kernels.hopper.softmax import LOG2E
+from tilewise.kernels.hopper.softmax import LOG2E, in_float32
 
 
 @gluon.jit
@@ -80,16 +80,6 @@ def add_bias(exponents, bias, C: gl.constexpr):
     if C.BIAS_STAGES > 0:
         exponents = exponents + in_float32(bias) * LOG2E
     return exponents
-
-
-@gluon.jit
-def in_float32(bias):
-    """Turn a bias to float32. Of bfloat16 two neighbours share a register, which Triton would take apart first."""
-    if bias.dtype == gl.bfloat16:
-        return gl.inline_asm_elementwise("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;", "=&r,=r,r", [bias],
-                                         dtype=gl.float32, is_pure=True, pack=2)
-    else:
-        return bias.to(gl.float32)
 
 
 @gluon.jit

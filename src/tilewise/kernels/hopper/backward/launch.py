@@ -12,7 +12,6 @@ from tilewise.kernels.enqueue import Enqueue
 from tilewise.kernels.hopper.arguments import (
     BackwardNumbers,
     BackwardPointers,
-    BiasPlace,
     Lengths,
     MaskBounds,
     PlanNumbers,
@@ -31,6 +30,7 @@ from tilewise.kernels.hopper.launch import (
     function_flags,
     function_of,
     gluon_dtype,
+    place_of_bias,
     scaling_of,
     with_tensors,
 )
@@ -92,7 +92,7 @@ class HopperBackward:
                             MaskBounds(sq, len(self.keys), lower, upper), problem.group, _scales_of(problem), count,
                             dropout_of(problem, problem.seeing_queries.start),
                             None if plan is None else PlanNumbers(*plan), *_alibi_of(problem),
-                            _place_of_bias(problem), schedule.kv_head_divisor,
+                            place_of_bias(problem), schedule.kv_head_divisor,
                             first_pair_of(problem, self.queries.start)),
             constants)
         self.has_bias, self.function = problem.scores.bias is not None, function_of(problem)
@@ -377,16 +377,6 @@ def _alibi_of(problem: AttentionProblem) -> tuple[int | None, int | None, int | 
     diagonal = diagonal_of(problem)
     stride_b, stride_h = slopes.expanded(problem.pairs[:2])
     return stride_b, stride_h, None if diagonal is None else diagonal + problem.seeing_queries.start
-
-
-def _place_of_bias(problem: AttentionProblem) -> BiasPlace | None:
-    """Return which part of the bias a call reads; an expanded dim is a shared one."""
-    bias = problem.scores.bias
-    if bias is None:
-        return None
-    own_batch, own_head = (int(size > 1 and stride != 0)
-                           for size, stride in zip(bias.shape[:2], bias.strides[:2], strict=True))
-    return BiasPlace(own_batch, own_head, problem.seen_keys.start)
 
 
 def _scales_of(problem: AttentionProblem) -> Scales:

@@ -6,6 +6,8 @@ from typing import NamedTuple
 from tilewise.errors import InvalidInput
 from tilewise.problem import AttentionProblem
 
+SHARED_MEMORY = 227 * 1024  # of a CTA
+
 
 @dataclass(frozen=True, slots=True)
 class HopperForwardConfig:
@@ -44,14 +46,41 @@ class HopperForwardConfig:
         buffers = max(1, sum(chunks) // columns // self.epilogue_passes)
         return columns * problem.dtype.itemsize // problem.out_dtype.itemsize, buffers
 
+    def bias_stages(self, problem: AttentionProblem) -> int:
+        """Blocks of the bias in flight for each warpgroup, which TMA brings: two, or one where two do not fit.
+
+        0 without a bias, and where threads load it: three warpgroups, of which one may have no queries to load it for,
+        and where no block fits.
+        """
+        if self.consumers == 3 or not is_movable_bias(problem):
+            return 0
+        return next((stages for stages in (2, 1) if self._bytes_with(problem, stages) <= SHARED_MEMORY), 0)
+
     def shared_bytes(self, problem: AttentionProblem) -> int:
-        """Shared memory: q, k, v and out; barriers, the tile queue and overflow flags take another 3 KiB at most."""
+        """Shared memory: q, k, v, out, the bias; barriers, the tile queue and overflow flags take 3 KiB at most."""
+        return self._bytes_with(problem, self.bias_stages(problem))
+
+    def _bytes_with(self, problem: AttentionProblem, bias_stages: int) -> int:
         d, dv = map(sum, self.head_dim_chunks(problem))
         columns, buffers = self.out_buffers(problem)
         rows = 64 * self.consumers
         elements = rows * self.q_stages * d + self.kv_stages * self.block_n * (d + dv)
         out = rows * buffers * columns
-        return problem.dtype.itemsize * elements + problem.out_dtype.itemsize * out + 3072
+        bias = problem.scores.bias
+        bytes_of_bias = rows * bias_stages * self.block_n * (0 if bias is None else bias.dtype.itemsize)
+        return problem.dtype.itemsize * elements + problem.out_dtype.itemsize * out + bytes_of_bias + 3072
+
+
+def is_movable_bias(problem: AttentionProblem) -> bool:
+    """Whether there is a bias that TMA can move, of 16 bits, in which each query and each key has its own number.
+
+    Along batch entries or heads that share it it makes no step. Where lengths are data a warpgroup may skip blocks.
+    """
+    bias = problem.scores.bias
+    if bias is None or bias.dtype.itemsize != 2 or problem.sequences.are_data or 1 in bias.shape[2:]:
+        return False
+    of_batch, of_head, of_query, of_key = bias.strides
+    return of_key == 1 and of_query > 0 and not (of_batch % 8 or of_head % 8 or of_query % 8)
 
 
 class SplitPlan(NamedTuple):

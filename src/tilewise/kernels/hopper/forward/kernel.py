@@ -30,7 +30,7 @@ from tilewise.kernels.hopper.forward.types import (
     KVPipe,
     OverflowRing,
     Q,
-    QPipe,
+    Ring,
     Smem,
     State,
     TileView,
@@ -117,7 +117,7 @@ def attend_block(step, count, q, state, view, kv, scaling, WG: gl.constexpr, MAS
     order_barrier_arrive(WG, C.CONSUMERS, C.PING_PONG)
     # P·V stays in flight: an MMA for each chunk of V's columns and part of P.
     s = squashed(warpgroup_mma_wait(len(C.DV) * len(probs), deps=(s_pending,)), scaling.squash, not MASKED)
-    s = modify_scores(s, step, bias, view, scaling, MASKED, FUNCTION, C)
+    s = modify_scores(s, step, count, bias, view, scaling, WG, MASKED, FUNCTION, C)
     if MASKED:
         s = hide_pairs(s, step, words, view, C)
     if FROZEN_MAX:  # in a row that has seen no key exponents are inf here, and it overflows
@@ -244,7 +244,8 @@ def attend_tiles(tile, count, tile_count, args, smem, WG: gl.constexpr, FUNCTION
         bits = ()
         if C.MASK_PLAN:
             bits = bits_of_rows(args.plan, tile.batch, tile.head, tile.first // 64 + WG)
-        score_mod = score_mod_of_tile(tile, args.operands, args.diagonal, args.function_tensors, args.first_pair, C)
+        score_mod = score_mod_of_tile(tile, args.operands, smem.bias, args.diagonal, args.function_tensors,
+                                      args.first_pair, C)
         view = TileView(row, blocks, bounds, bits, score_mod, args.operands,
                         draws_of(tile, row, args.seed, args.grid.heads, args.dropout, C))
         empty_rows = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, S_LAYOUT))
@@ -268,7 +269,7 @@ def attend_tiles(tile, count, tile_count, args, smem, WG: gl.constexpr, FUNCTION
                 count = skip_blocks(begin, blocks.count, count, kv, WG, C)
                 begin = blocks.count
         s = squashed(s, scaling.squash, False)
-        s = modify_scores(s, 0, bias_of_step(0, view, True, C), view, scaling, True, FUNCTION, C)
+        s = modify_scores(s, 0, count - 1, bias_of_step(0, view, True, C), view, scaling, WG, True, FUNCTION, C)
         if masked >= begin:
             s = hide_pairs(s, 0, bits_of_step(0, view, C.BLOCK_N, C), view, C)
         before = gl.convert_layout(empty_rows, gl.SliceLayout(1, s.type.layout))
@@ -336,22 +337,22 @@ def registers(consumers):
 
 
 @gluon.jit
-def hopper_forward_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, out_desc, lse_ptr, counter, pointers,
-                          operands, lengths, numbers, C: gl.constexpr):
+def hopper_forward_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, out_desc, bias_desc, lse_ptr, counter,
+                          pointers, operands, lengths, numbers, C: gl.constexpr):
     """Compute out and lse.
 
-    A descriptor for each chunk of columns of q, k and v, the second one None where there is one chunk. counter: int32,
-    0: the dynamic tile scheduler's. pointers, operands, lengths, numbers: a ForwardPointers, a ScoreOperands, a Lengths
-    and a ForwardNumbers (arguments.py).
+    A descriptor for each chunk of columns of q, k and v, the second one None where there is one chunk. bias_desc: with
+    C.BIAS_STAGES, else None. counter: int32, 0: the dynamic tile scheduler's. pointers, operands, lengths, numbers: a
+    ForwardPointers, a ScoreOperands, a Lengths and a ForwardNumbers (arguments.py).
     """
     NC: gl.constexpr = C.CONSUMERS
-    descs = Descriptors(as_tuple(q_desc, q_rest), as_tuple(k_desc, k_rest), as_tuple(v_desc, v_rest))
+    descs = Descriptors(as_tuple(q_desc, q_rest), as_tuple(k_desc, k_rest), as_tuple(v_desc, v_rest), bias_desc)
     q_tiles = allocate_stages(descs.q, C.Q_STAGES * NC)
     k_tiles = allocate_stages(descs.k, C.KV_STAGES)
     v_tiles = allocate_stages(descs.v, C.KV_STAGES)
     out_tiles = allocate_stages((out_desc,), C.OUT_SLOTS * NC)[0]
     tile_values = gl.allocate_shared_memory(gl.int32, [2 * tile_size(C), 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    q_pipe = QPipe(q_tiles, make_barriers(C.Q_STAGES * NC, 1), make_barriers(C.Q_STAGES * NC, 1))
+    q_pipe = Ring(q_tiles, make_barriers(C.Q_STAGES * NC, 1), make_barriers(C.Q_STAGES * NC, 1))
     kv_pipe = KVPipe(k_tiles, v_tiles, make_barriers(C.KV_STAGES, 1), make_barriers(C.KV_STAGES, NC))
     queue = TileQueue(tile_values, make_barriers(2, 1), make_barriers(2, NC))
     fence_async_shared()
@@ -369,10 +370,14 @@ def hopper_forward_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, out_de
     args = Args(descs, numbers.grid, numbers.bounds, numbers.group, numbers.scaling,
                 (lengths.cu_q, lengths.cu_k, lengths.q, lengths.k, numbers.num_sequences), splits,
                 MaskPlan(pointers.lists, pointers.bits, numbers.plan), operands, numbers.diagonal,
-                pointers.function.tensors, numbers.first_pair, pointers.seed, numbers.dropout,
+                pointers.function.tensors, numbers.first_pair, pointers.seed, numbers.dropout, numbers.bias,
                 Outputs(out_desc, pointers.out, lse_ptr, pointers.sinks, numbers.sinks_stride, partial_ptr,
                         pointers.max_logit))
-    smem = Smem(q_pipe, kv_pipe, queue, overflow, out_tiles)
+    bias_pipe = ()
+    if C.BIAS_STAGES > 0:
+        bias_pipe = Ring(allocate_stages((bias_desc,), C.BIAS_STAGES * NC)[0], make_barriers(C.BIAS_STAGES * NC, 1),
+                          make_barriers(C.BIAS_STAGES * NC, 1))
+    smem = Smem(q_pipe, kv_pipe, queue, overflow, out_tiles, bias_pipe)
     REGISTERS: gl.constexpr = registers(NC)
     FUNCTION: gl.constexpr = pointers.function.call
     ZERO: gl.constexpr = 0

@@ -30,6 +30,7 @@ from tilewise.kernels.hopper.launch import (
     function_flags,
     function_of,
     gluon_dtype,
+    place_of_bias,
     scaling_of,
     with_tensors,
 )
@@ -39,7 +40,8 @@ from tilewise.problem.options import NO_OPERANDS, Operands
 
 Plan = tuple[torch.Tensor | None, torch.Tensor | None]  # lists and bits
 NO_PLAN: Plan = (None, None)
-_DESCRIBED = (0, 0, 1, 1, 2, 2, 3)  # which of q, k, v and out each descriptor is of: two chunks of all but out
+# Which of q, k, v, out and bias each descriptor is of: two chunks of the first three.
+_DESCRIBED = (0, 0, 1, 1, 2, 2, 3, 4)
 
 
 class HopperForward:
@@ -81,13 +83,15 @@ class HopperForward:
         self.partial_shape = len(self.split_rows), num_splits, floats_per_partial.fn(chunks[1])
         sinks = problem.scores.sinks
         self.sinks_stride = None if sinks is None or sinks.strides[0] == 1 else sinks.strides[0]
+        self.place_of_bias = place_of_bias(problem) if config.bias_stages(problem) else None
         self.scalars = (
             ForwardNumbers(
                 TileGrid(tiles, heads, problem.b, schedule.heads_per_swizzle),
                 MaskBounds(problem.sq, len(self.keys), lower or 0, upper or 0), problem.group, count,
                 scaling_of_scores(problem), KVSplits() if split_kv is None else KVSplits(whole, num_splits, first_row),
                 self.sinks_stride if split_kv is None else None, None if plan is None else PlanNumbers(*plan),
-                diagonal_of(problem), dropout_of(problem, 0), first_pair_of(problem, 0)),
+                diagonal_of(problem), dropout_of(problem, 0), first_pair_of(problem, 0),
+                self.place_of_bias),
             _kernel_config(problem, config, schedule))
         self.enqueue = Enqueue(self.kernel, self.grid, self.scalars, OPTIONS,
                                specialized=self.kernel.arg_names.index("lengths"))
@@ -95,12 +99,14 @@ class HopperForward:
         rows = [64] if pack_gqa == 1 else [64 // pack_gqa, pack_gqa]
         blocks = [None if i >= len(widths) else [1, 1, *sizes, widths[i]]
                   for sizes, widths in zip((rows, *[[config.block_n]] * 2), (chunks[0], *chunks), strict=True)
-                  for i in range(2)] + [[1, 1, *rows, columns]]
+                  for i in range(2)]
+        blocks += [[1, 1, *rows, columns], None if self.place_of_bias is None else [1, 1, 64, config.block_n]]
         self.group = None if pack_gqa == 1 else problem.group
-        dtypes = [*[problem.dtype] * 6, problem.out_dtype]
+        bias = problem.scores.bias
+        dtypes = [*[problem.dtype] * 6, problem.out_dtype, problem.dtype if bias is None else bias.dtype]
         self.blocks = [block and (block, gl.NVMMASharedLayout.get_default_for(block, gluon_dtype(dtype)))
                        for block, dtype in zip(blocks, dtypes, strict=True)]
-        self.described = operator.itemgetter(*[i if block else 4 for block, i in zip(blocks, _DESCRIBED, strict=True)])
+        self.described = operator.itemgetter(*[i if block else 5 for block, i in zip(blocks, _DESCRIBED, strict=True)])
         # Where the first row that is read begins, in bytes.
         self.offsets = tuple(self.keys.start * strides[2] * problem.dtype.itemsize
                              for strides in (problem.k_strides, problem.v_strides))
@@ -123,7 +129,8 @@ class HopperForward:
         """
         counter = counter_of(self.device)
         (at_q, at_k, at_v), (offset_k, offset_v), at_out = addresses, self.offsets, out.data_ptr()
-        described = self.described((at_q, at_k + offset_k, at_v + offset_v, at_out, None))
+        at_bias = None if self.place_of_bias is None else operands.bias.data_ptr()
+        described = self.described((at_q, at_k + offset_k, at_v + offset_v, at_out, at_bias, None))
         rest = [] if more is None else [more.data_ptr()]
         if operands is not NO_OPERANDS or plan is not NO_PLAN:
             sinks, seed, *others = self._taken(operands)
@@ -144,14 +151,17 @@ class HopperForward:
         pointers = ForwardPointers(out if self.is_packed else None, partial, sinks, seed, *plan, max_logit, function)
         k, v = _rows(k, self.keys), _rows(v, self.keys)
         q, out = _grouped(q, self.group), _grouped(out, self.group)
+        place, read = self.place_of_bias, None
+        if place is not None:
+            read, bias = operands.bias[:None if place.own_batch else 1, :None if place.own_head else 1], None
         described = [block and self.describe(tensor, list(tensor.shape), legal_strides(tensor), *block)
-                     for tensor, block in zip([(q, k, v, out)[i] for i in _DESCRIBED], self.blocks, strict=True)]
+                     for tensor, block in zip([(q, k, v, out, read)[i] for i in _DESCRIBED], self.blocks, strict=True)]
         added = self.added._replace(bias=bias, slopes=slopes)
         return (*described, lse, counter, pointers, added, Lengths(*operands.lengths))
 
     def _taken(self, operands: Operands) -> tuple[torch.Tensor | None, ...]:
         """Return what the kernel takes of a call's operands alone: sinks, seed, bias, slopes, and the lengths."""
-        bias = operands.bias
+        bias = operands.bias if self.place_of_bias is None else None
         if bias is not None and self.keys.start and bias.shape[3] > 1:
             bias = bias[..., self.keys.start:]
         return (operands.sinks, operands.seed, bias, operands.alibi_slopes, *operands.lengths)
@@ -171,7 +181,8 @@ def _kernel_config(problem: AttentionProblem, config: HopperForwardConfig, sched
         SKIP_PADDING=schedule.skip_padding, PARTS=schedule.softmax_parts, FROZEN_MAX=schedule.frozen_max,
         SINK_BLOCK_FIRST=schedule.sink_block_first, SPLIT_KV=splits, MASK_PLAN=not problem.is_banded,
         **function_flags(problem),
-        HAS_BIAS=problem.scores.bias is not None, HAS_ALIBI=problem.scores.alibi_slopes is not None,
+        HAS_BIAS=problem.scores.bias is not None, BIAS_STAGES=config.bias_stages(problem),
+        HAS_ALIBI=problem.scores.alibi_slopes is not None,
         SEES_AHEAD=problem.sees_ahead, HAS_DROPOUT=problem.scores.dropout_p > 0.0, VARLEN=count is not None,
         HAS_CU_SEQLENS=problem.sequences.packed is not None, BOTTOM_RIGHT=is_shifted)
 

@@ -68,6 +68,22 @@ def load_queries(args, smem, tile_count, coord, C: gl.constexpr):
 
 
 @gluon.jit
+def load_bias(args, smem, count, tile, step, blocks, C: gl.constexpr):
+    """Producer: with C.BIAS_STAGES, load the bias of a block of keys for every warpgroup's queries."""
+    if C.BIAS_STAGES > 0:
+        NC: gl.constexpr = C.CONSUMERS
+        pipe, desc, place = smem.bias, args.descs.bias, args.bias_place
+        key = place.first_key + kv_block_start(step, blocks, C)
+        for i in gl.static_range(NC):
+            number = count * NC + i
+            producer_acquire(pipe.empty, number, C.BIAS_STAGES * NC)
+            stage = number % (C.BIAS_STAGES * NC)
+            mbarrier.expect(pipe.full.index(stage), desc.block_type.nbytes)
+            tma_load(desc, [tile.batch * place.own_batch, tile.head * place.own_head, tile.first + i * 64, key],
+                     pipe.full.index(stage), pipe.tiles.index(stage))
+
+
+@gluon.jit
 def load_first(args, smem, tile, row_k, tile_count, count, v_coord, C: gl.constexpr):
     """Producer: load the keys of a tile's first block, with the last values of the tile before, and its queries.
 
@@ -80,11 +96,12 @@ def load_first(args, smem, tile, row_k, tile_count, count, v_coord, C: gl.conste
     load_kv(args, smem, count, (batch, head_k, row), v_coord, C)
     first_row = rows_of(tile, args.bounds.sq, C)[0] + tile.first
     load_queries(args, smem, tile_count, (batch, tile.head, first_row), C)
+    load_bias(args, smem, count, tile, 0, blocks, C)
     return blocks, batch, head_k, row
 
 
 @gluon.jit
-def load_blocks(args, smem, count, blocks, row_k, batch, head_k, row, C: gl.constexpr):
+def load_blocks(args, smem, count, tile, blocks, row_k, batch, head_k, row, C: gl.constexpr):
     """Producer: load the keys of a tile's other blocks, and with each the values of the block before.
 
     Returns the next iteration, and the row of the values that are still to be loaded.
@@ -93,6 +110,7 @@ def load_blocks(args, smem, count, blocks, row_k, batch, head_k, row, C: gl.cons
         before = row
         row = row_k + kv_block_start(step, blocks, C)
         load_kv(args, smem, count, (batch, head_k, row), (batch, head_k, before), C)
+        load_bias(args, smem, count, tile, step, blocks, C)
         count += 1
     return count, row
 
@@ -117,7 +135,7 @@ def load(args, smem, counter, C: gl.constexpr):
                 publish_tile(smem.queue, tile_count, numbers_of_tile(tile, C), tile_size(C))
                 blocks, batch, head_k, row = load_first(args, smem, tile, row_k, tile_count, count,
                                                         (batch, head_k, row), C)
-                count, row = load_blocks(args, smem, count + 1, blocks, row_k, batch, head_k, row, C)
+                count, row = load_blocks(args, smem, count + 1, tile, blocks, row_k, batch, head_k, row, C)
                 tile_count += 1
             number = fetch_next_tile(counter, total)
         publish_tile(smem.queue, tile_count, (NO_TILE, 0, 0), tile_size(C))
@@ -172,7 +190,7 @@ def load_with_recompute(number, total, count, tile_count, batch, head_k, row, ar
                                                         (batch, head_k, row), C)
                 has_overflowed = overflow_of(overflow, checked, C)  # now, since no stage is free for more keys yet
                 checked += 1
-                count, row = load_blocks(args, smem, count + 1, blocks, row_k, batch, head_k, row, C)
+                count, row = load_blocks(args, smem, count + 1, tile, blocks, row_k, batch, head_k, row, C)
                 tile_count += 1
             if recompute == 0:
                 number = fetch_next_tile(counter, total)

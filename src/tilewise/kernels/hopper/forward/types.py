@@ -24,6 +24,7 @@ class Config(NamedTuple):
     MASK_PLAN: lists name the blocks of each tile, and bits the pairs of partial ones (mask_plan.py).
     HAS_DROPOUT: whether there is dropout (dropout.py).
     HAS_FUNCTION: a function of the user's changes scores, whose positions are 64 bits where INT64 (score_functions.py).
+    BIAS_STAGES: blocks of the bias that TMA brings, for each warpgroup; 0: threads load it, or there is none.
     HAS_BIAS, HAS_ALIBI: what is added to scores (scores.py). SEES_AHEAD: some query may see a key ahead of its place.
     VARLEN, HAS_CU_SEQLENS, BOTTOM_RIGHT: lengths are data on the device; sequences are packed, one behind the other in
     one batch element; the diagonal runs through the last query and key of each.
@@ -51,6 +52,7 @@ class Config(NamedTuple):
     HAS_FUNCTION: bool
     INT64: bool
     HAS_BIAS: bool
+    BIAS_STAGES: int
     HAS_ALIBI: bool
     SEES_AHEAD: bool
     HAS_DROPOUT: bool
@@ -60,18 +62,19 @@ class Config(NamedTuple):
 
 
 class Descriptors(NamedTuple):
-    """TMA descriptors: of each tensor one or two, a chunk of its head dim each; None where there is no second one."""
+    """TMA descriptors: of q, k and v one or two, a chunk of the head dim each; that of the bias, or None."""
 
     q: Any
     k: Any
     v: Any
+    bias: Any
 
 
 class Args(NamedTuple):
     """What the launch gives to every warp.
 
-    group: query heads per kv head. plan: a mask_plan.MaskPlan. operands, diagonal,
-    function_tensors, first_pair: of scores.score_mod_of_tile. seed, dropout: of dropout.draws_of.
+    group: query heads per kv head. plan: a mask_plan.MaskPlan. operands, diagonal, function_tensors, first_pair: of
+    scores.score_mod_of_tile. seed, dropout: of dropout.draws_of. bias_place: with C.BIAS_STAGES an arguments.BiasPlace.
     """
 
     descs: Any
@@ -88,11 +91,12 @@ class Args(NamedTuple):
     first_pair: Any
     seed: Any
     dropout: Any
+    bias_place: Any
     outputs: Any
 
 
-class QPipe(NamedTuple):
-    """Q tiles, a stage a warpgroup and tile, with their barriers."""
+class Ring(NamedTuple):
+    """Tiles of each warpgroup with their barriers: of Q, a stage a tile, or of a bias, a stage an iteration."""
 
     tiles: Any
     full: Any
@@ -120,13 +124,14 @@ class OverflowRing(NamedTuple):
 
 
 class Smem(NamedTuple):
-    """The CTA's shared memory."""
+    """The CTA's shared memory. bias: a Ring, or ()."""
 
     q: Any
     kv: Any
     queue: Any
     overflow: Any
     out_tiles: Any
+    bias: Any
 
 
 class Q(NamedTuple):
