@@ -19,7 +19,7 @@ from tilewise.backends.base import Saved
 from tilewise.backends.triton import TritonBackend
 from tilewise.dispatch import explain_problem
 from tilewise.functions import FunctionCode
-from tilewise.kernels.hopper.forward.config import HopperForwardSchedule, SplitPlan
+from tilewise.kernels.hopper.forward.config import HopperForwardSchedule, SplitPlan, is_movable_bias
 from tilewise.masks import Mask
 from tilewise.problem import AttentionProblem, are_aligned, dense_strides
 from tilewise.problem.options import FunctionSpec, Operands, OperandSpec, ScoreOptions
@@ -515,18 +515,25 @@ def test_a_plan_is_of_the_strides_of_the_bias_that_is_read(monkeypatch):
 def test_a_forward_call_copies_a_bias_that_tma_would_read_from_where_it_cannot(monkeypatch):
     planned = []
 
-    def plan(problem):
-        planned.append(problem.scores.bias.strides)
+    def attend(tensors, addresses, operands):
+        read.append((operands.bias.stride(), operands.bias.data_ptr() % 16))
         raise KeyError
 
+    def plan(problem):
+        planned.append(problem.scores.bias.strides)
+        place = (1, 1, 0) if is_movable_bias(problem) else None
+        return SimpleNamespace(launch=SimpleNamespace(place_of_bias=place), attend=attend)
+
     monkeypatch.setattr(gluon, "_plan", plan)
+    read = []
     q = torch.zeros(1, 2, 8, 64, dtype=torch.float16)
     strided = torch.zeros(1, 2, 8, 64, dtype=torch.float16)
     for bias in (strided[..., :8], strided[..., 1:9], strided[..., 1:9].float(), strided[..., 1:17:2]):
         operands = Operands(bias=bias)
         with pytest.raises(KeyError):
             gluon.backend.forward(AttentionProblem.from_tensors(q, q, q, operands), q, q, q, operands)
-    assert planned == [(1024, 512, 64, 1), (128, 64, 8, 1), (128, 64, 8, 1), (1024, 512, 64, 2)]
+    assert read == [((1024, 512, 64, 1), 0), ((128, 64, 8, 1), 0), ((128, 64, 8, 1), 0), ((1024, 512, 64, 2), 2)]
+    assert planned == [(1024, 512, 64, 1), (1024, 512, 64, 1), (128, 64, 8, 1), (128, 64, 8, 1), (1024, 512, 64, 2)]
 
 
 def _without_metadata(name):

@@ -166,6 +166,9 @@ def test_tma_brings_a_bias_where_a_block_of_it_fits(d, q_stages, bias_stages):
     assert (config.q_stages, config.bias_stages(problem)) == (q_stages, bias_stages)
     assert config.shared_bytes(problem) <= DEVICE.shared_memory
     assert HopperForwardConfig(64, 3).bias_stages(problem) == 0
+    wide = replace(problem, d=192, dv=128)
+    assert forward_heuristic(wide).block_n == 128  # as without a bias: blocks of 64 keys were slower there
+    assert forward_heuristic(wide).bias_stages(wide) == 0
 
 
 @pytest.mark.parametrize("fields", [

@@ -18,7 +18,6 @@ from tilewise.backends.base import BoundBackward, BoundForward, Gradients, Needs
 from tilewise.kernels.hopper.backward.launch import HopperBackward
 from tilewise.kernels.hopper.backward.launch_d256 import HopperBackwardApart, backward_launch
 from tilewise.kernels.hopper.backward.launch_splits import HopperBackwardOfSplits
-from tilewise.kernels.hopper.forward.config import is_movable_bias
 from tilewise.kernels.hopper.forward.launch import NO_PLAN, HopperForward
 from tilewise.kernels.triton.arguments import Modifiers
 from tilewise.kernels.triton.launch import Launch, modifiers_of, takes_descriptors
@@ -67,9 +66,10 @@ class GluonBackend:
     def forward(self, problem: AttentionProblem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                 operands: Operands = NO_OPERANDS) -> Results:
         """See :class:`tilewise.backends.base.Backend`. A bias that begins where TMA cannot move it is copied first."""
-        if operands.bias is not None and is_movable_bias(problem) and not are_aligned(operands.bias):
-            problem, operands = _with_dense_bias(problem, operands, operands.bias)
         plan = _plan(problem)
+        if operands.bias is not None and plan.launch.place_of_bias is not None and not are_aligned(operands.bias):
+            problem, operands = _with_dense_bias(problem, operands, operands.bias)
+            plan = _plan(problem)
         with contextlib.nullcontext() if is_current(problem.device) else torch.cuda.device(problem.device):
             return Results(*plan.attend(lambda: (q, k, v), (q.data_ptr(), k.data_ptr(), v.data_ptr()), operands))
 

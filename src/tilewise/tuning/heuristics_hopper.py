@@ -65,8 +65,8 @@ def forward_heuristic(problem: AttentionProblem, num_sms: int = NUM_SMS) -> Hopp
     blocks of 128 keys gain 11 to 13 % over those of 64 (benchmarks/journal/hopper-forward.md). They were not timed with
     one warpgroup.
 
-    A bias is brought by TMA where a block of it fits, at 128 columns at the cost of the second tile of Q: 1.23 and 1.31
-    times as fast at 128 and 64 as when threads load it, under a causal mask.
+    A bias is brought by TMA where a block of it fits beside as many keys, at 128 columns at the cost of the second tile
+    of Q: 1.23 and 1.31 times as fast at 128 and 64 as when threads load it, under a causal mask.
 
     With a score function blocks have 64 keys, and with two warpgroups four KV stages where they fit. Beside 128 keys,
     the maximum frozen in both, they were 1.03 to 1.49 times as fast with three functions at 64 and 128 columns, but for
@@ -79,7 +79,8 @@ def forward_heuristic(problem: AttentionProblem, num_sms: int = NUM_SMS) -> Hopp
                for block_n, q_stages, passes in product((64,) if has_function or problem.dv > 128 else (128, 64),
                                                         (2, 1), (1, 2)))
     fitting = [config for config in configs if config.shared_bytes(problem) <= room]
-    two = next((config for config in fitting if config.bias_stages(problem)), fitting[0])
+    two = next((config for config in fitting if config.bias_stages(problem) and config.block_n == fitting[0].block_n),
+               fitting[0])
     width, ping_pong = max(problem.d, problem.dv), _two_ping_pong(problem, length)
     has_stages = width <= 64 and (ping_pong or problem.scores.bias is not None)
     has_four = has_stages and (num_tiles_of(problem, two) > MANY_WAVES * num_sms or not problem.is_banded)

@@ -66,8 +66,8 @@ def _softmax_parts(problem: AttentionProblem, config: HopperForwardConfig, froze
     """Return how many parts a block's exponentials are computed in: 2 where that was timed, and faster.
 
     With an online maximum heads above 128 were not timed in two. With a frozen one 256 columns are 1 to 1.4 % faster
-    in two, and 192 0.2 %; v of another width was not timed. With a bias one is 3 % faster at 128 columns. With a score
-    function blocks have 64 keys, and two parts are 1 to 7 % faster where the maximum is frozen.
+    in two, and 192 0.2 %; v of another width was not timed. With a bias one was 3 % faster at 128 columns, when threads
+    loaded it. With a score function blocks have 64 keys, and two parts are 1 to 7 % faster where the maximum is frozen.
     """
     if problem.scores.bias is not None:
         return 1

@@ -355,6 +355,10 @@ def hopper_forward_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, out_de
     q_pipe = Ring(q_tiles, make_barriers(C.Q_STAGES * NC, 1), make_barriers(C.Q_STAGES * NC, 1))
     kv_pipe = KVPipe(k_tiles, v_tiles, make_barriers(C.KV_STAGES, 1), make_barriers(C.KV_STAGES, NC))
     queue = TileQueue(tile_values, make_barriers(2, 1), make_barriers(2, NC))
+    bias_pipe = ()
+    if C.BIAS_STAGES > 0:
+        bias_pipe = Ring(allocate_stages((bias_desc,), C.BIAS_STAGES * NC)[0], make_barriers(C.BIAS_STAGES * NC, 1),
+                          make_barriers(C.BIAS_STAGES * NC, 1))
     fence_async_shared()
     overflow = ()
     if C.FROZEN_MAX:
@@ -373,10 +377,6 @@ def hopper_forward_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, out_de
                 pointers.function.tensors, numbers.first_pair, pointers.seed, numbers.dropout, numbers.bias,
                 Outputs(out_desc, pointers.out, lse_ptr, pointers.sinks, numbers.sinks_stride, partial_ptr,
                         pointers.max_logit))
-    bias_pipe = ()
-    if C.BIAS_STAGES > 0:
-        bias_pipe = Ring(allocate_stages((bias_desc,), C.BIAS_STAGES * NC)[0], make_barriers(C.BIAS_STAGES * NC, 1),
-                          make_barriers(C.BIAS_STAGES * NC, 1))
     smem = Smem(q_pipe, kv_pipe, queue, overflow, out_tiles, bias_pipe)
     REGISTERS: gl.constexpr = registers(NC)
     FUNCTION: gl.constexpr = pointers.function.call

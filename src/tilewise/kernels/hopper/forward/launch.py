@@ -143,7 +143,7 @@ class HopperForward:
 
     def arguments(self, tensors: tuple[torch.Tensor, ...], counter: torch.Tensor, operands: Operands = NO_OPERANDS,
                   more: torch.Tensor | None = None, plan: Plan = NO_PLAN) -> tuple[Any, ...]:
-        """Return descriptors of q, k, v and out by chunks, then what the kernel reads and writes by its address."""
+        """Return descriptors of q, k, v, out and bias by chunks, then what the kernel reads and writes by addresses."""
         q, k, v, out, lse = tensors
         sinks, seed, bias, slopes, *_others = self._taken(operands)
         partial, max_logit = (more, None) if self.splits else (None, more)

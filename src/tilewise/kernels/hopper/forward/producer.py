@@ -1,4 +1,4 @@
-"""The Hopper forward kernel's producer warp: it fetches work tiles, and loads their queries, keys and values.
+"""The Hopper forward kernel's producer warp: it fetches work tiles, and loads their queries, keys, values and bias.
 
 With C.FROZEN_MAX a tile's overflow flags are looked at when they are complete. The queue has two slots: tile t is
 published when every warpgroup has taken tile t - 2, and so has written the flags of tile t - 4 (OVERFLOW_LAG). Those
