@@ -98,10 +98,10 @@ def _without_numbers(text):
 
 @pytest.mark.parametrize("call", [attention, explain])
 @pytest.mark.parametrize(("tensor", "message"), [
-    (torch.zeros(4, 401, device="meta"), "tensors[0] is on meta and q is on cpu: move them to one device."),
-    (torch.zeros(401, 4).mT, "tensors[0] has strides (1, 4); allowed are those of a contiguous tensor, which a kernel "
+    (torch.zeros(4, 1281, device="meta"), "tensors[0] is on meta and q is on cpu: move them to one device."),
+    (torch.zeros(1281, 4).mT, "tensors[0] has strides (1, 4); allowed are those of a contiguous tensor, which a kernel "
                              "reads by its pointer: call contiguous() on it."),
-    (torch.zeros(4, 401, requires_grad=True), "tensors[0] requires a gradient, and a function's tensors have none; "
+    (torch.zeros(4, 1281, requires_grad=True), "tensors[0] requires a gradient, and a function's tensors have none; "
                                               "pass it detached, or pass what it adds to the scores as bias."),
 ])
 def test_message_names_the_tensor_of_a_function(call, tensor, message):
@@ -113,14 +113,14 @@ def test_message_names_the_tensor_of_a_function(call, tensor, message):
 
 
 def test_a_tensor_that_wants_a_gradient_passes_where_none_is_made():
-    score = ScoreFunction(torch=relative_twin, tensors=(torch.zeros(4, 401, requires_grad=True),))
+    score = ScoreFunction(torch=relative_twin, tensors=(torch.zeros(4, 1281, requires_grad=True),))
     with torch.no_grad():
         out = attention(*_qkv(), score_function=score)
     torch.testing.assert_close(out, attention(*_qkv()))
 
 
 def test_each_backend_says_why_it_refuses_a_function():
-    only_torch = ScoreFunction(torch=relative_twin, tensors=(torch.zeros(4, 401),))
+    only_torch = ScoreFunction(torch=relative_twin, tensors=(torch.zeros(4, 1281),))
     only_triton = MaskFunction(chosen, tensors=(torch.zeros(9),))
     for arguments, name, reason in (
             ({"score_function": only_torch}, "triton", f"needs a triton function, got {only_torch.code.name} without "
@@ -138,7 +138,7 @@ def test_each_backend_says_why_it_refuses_a_function():
 
 
 def test_the_same_parts_have_one_code_and_others_another():
-    table = torch.zeros(4, 401)
+    table = torch.zeros(4, 1281)
     one, same = (ScoreFunction(relative, relative_twin, tensors=(table,)) for _ in range(2))
     assert one.code is same.code is one.with_tensors(table + 1).code
     assert one.with_tensors(table + 1).tensors[0].any()
@@ -247,14 +247,14 @@ def test_a_copy_outlives_its_original(copied):
 
 
 def test_a_copy_has_the_code_of_its_original_and_tensors_of_its_own():
-    made = ScoreFunction(relative, relative_twin, tensors=(torch.zeros(4, 401),))
+    made = ScoreFunction(relative, relative_twin, tensors=(torch.zeros(4, 1281),))
     other = copy.deepcopy(made)
     assert other.code is made.code
     assert other.tensors[0] is not made.tensors[0]
 
 
 def test_a_problem_tells_functions_and_dtypes_of_their_tensors_apart():
-    table = torch.zeros(4, 401)
+    table = torch.zeros(4, 1281)
     made = [ScoreFunction(relative, relative_twin, tensors=(table,)),
             ScoreFunction(relative, relative_twin, tensors=(table.half(),)),
             ScoreFunction(damped, relative_twin, tensors=(table,))]
@@ -365,7 +365,7 @@ def test_a_compiled_call_gives_what_an_eager_one_gives(where):
                     "with_tensors": lambda: score.with_tensors(given)}[where]()
         return attention(q, k, v, score_function=function, mask=mask, softcap=3.0)
 
-    given = torch.ones(4, 401) if where == "with_tensors" else score
+    given = torch.ones(4, 1281) if where == "with_tensors" else score
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     for sizes in ((6, 6), (9, 9)):
         q, k, v = _qkv(requires_grad=True, sq=sizes[0], sk=sizes[1])
