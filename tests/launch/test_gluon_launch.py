@@ -37,11 +37,12 @@ def test_the_kernel_gets_each_chunk_by_itself_and_none_where_there_is_one():
     for d, dv, widths in ((128, 128, [128, None, 128, None, 128, None, 128]),
                           (64, 64, [64, None, 64, None, 64, None, 64]),
                           (192, 128, [128, 64, 128, 64, 128, None, 64]), (256, 96, [256, None, 256, None, 64, 32, 32])):
+        widths.append(None)  # there is no bias
         problem = problem_of(d=d, dv=dv)
         config = forward_heuristic(problem)
         bound = bound_forward(problem, config)
         assert [block and block[0][3] for block in bound.blocks] == widths
-        rows = [64, 64, config.block_n, config.block_n, config.block_n, config.block_n, 64]
+        rows = [64, 64, config.block_n, config.block_n, config.block_n, config.block_n, 64, 64]
         assert all(block is None or block[0][:3] == [1, 1, row] for block, row in zip(bound.blocks, rows, strict=True))
 
 
@@ -49,7 +50,7 @@ def test_packed_rows_are_a_querys_heads_one_after_another_then_the_next_query():
     problem = problem_of(10, b=2, heads=(12, 2))
     bound = bound_forward(problem, HopperForwardConfig(128, 2), 132, pack_gqa=8)
     assert [block and block[0] for block in bound.blocks] == [
-        [1, 1, 8, 8, 128], None, [1, 1, 128, 128], None, [1, 1, 128, 128], None, [1, 1, 8, 8, 128]]
+        [1, 1, 8, 8, 128], None, [1, 1, 128, 128], None, [1, 1, 128, 128], None, [1, 1, 8, 8, 128], None]
     assert bound.scalars[0].grid[:3] == (1, 2, 2), "tiles, kv heads, batches"
     q = torch.arange(2 * 12 * 10 * 128).view(2, 10, 12, 128).transpose(1, 2)
     grouped = launch._grouped(q, bound.group)
