@@ -125,21 +125,24 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
 
 @dataclass(frozen=True)
 class Problem:
-    """One unsharded call: q, k, v and dout, (1, h, s, d); ``borders``: of packed sequences, on the CPU."""
+    """One unsharded call: q, k, v and dout, (1, h, s, d).
+
+    borders: of packed sequences, on the CPU, where ranks read them; whole_borders: as the unsharded call takes them.
+    """
 
     tensors: Tensors
     mask: Any
     layout: Layout
     ranks: int
     borders: torch.Tensor | None
+    whole_borders: torch.Tensor | None
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Return out of the unsharded call."""
-        if self.borders is None:
+        if self.whole_borders is None:
             return tw.attention(q, k, v, mask=self.mask)
-        borders = self.borders.to(q.device, torch.int32)
-        return _batch(tw.attention_varlen(_rows(q), _rows(k), _rows(v), mask=self.mask, cu_seqlens_q=borders,
-                                          cu_seqlens_k=borders))
+        return _batch(tw.attention_varlen(_rows(q), _rows(k), _rows(v), mask=self.mask, cu_seqlens_q=self.whole_borders,
+                                          cu_seqlens_k=self.whole_borders))
 
     def shard(self, rank: int, tensor: torch.Tensor) -> torch.Tensor:
         """Return a rank's rows of (1, h, s, d), in memory as the whole tensor is."""
@@ -174,7 +177,8 @@ def problem_of(case: str, ranks: int, options: argparse.Namespace, tokens: int) 
     shapes = [(1, heads, length, options.dim) if borders is None else (length, heads, options.dim)
               for heads in (hq, hk, hk, hq)]
     drawn = [torch.randn(shape, generator=make, device=options.device, dtype=dtype) for shape in shapes]
-    return Problem(tuple(drawn if borders is None else map(_batch, drawn)), mask, layout, ranks, borders)
+    whole_borders = None if borders is None else borders.to(options.device, torch.int32)
+    return Problem(tuple(drawn if borders is None else map(_batch, drawn)), mask, layout, ranks, borders, whole_borders)
 
 
 def document_borders(length: int, tokens: int) -> list[int]:
