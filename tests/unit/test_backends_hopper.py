@@ -1,4 +1,4 @@
-"""Which gradients of a bias the Hopper kernel sums for the Triton backend, and when it is asked."""
+"""Which gradients of a bias the Hopper kernel sums, for the Triton backend and beside the Hopper kernels, and when."""
 
 import functools
 from dataclasses import replace
@@ -17,6 +17,7 @@ from tilewise.support.caches import clear_caches
 from tilewise.tuning.device import DeviceSpec
 
 triton = pytest.importorskip("tilewise.backends.triton", reason="Triton is not installed")
+gluon = pytest.importorskip("tilewise.backends.gluon")
 bias_gradients = pytest.importorskip("tilewise.backends._support.bias_gradients")
 HopperDbias = pytest.importorskip("tilewise.kernels.hopper.backward.launch_dbias").HopperDbias
 Launch = pytest.importorskip("tilewise.kernels.triton.launch").Launch
@@ -158,6 +159,17 @@ def test_on_dqs_way_it_stays_where_fewer_share_it_and_where_the_kernel_does_not_
     plan = plan_of(problem)
     assert plan.dbias is None
     assert isinstance(plan.dq, BiasGradientSums)
+
+
+@pytest.mark.parametrize(("problem", "again", "own"), [
+    (problem_of(b=2), None, HopperDbias), (problem_of(bias_of(B, H)), None, HopperDbias),
+    (problem_of(bias_of(1, H), b=1), None, HopperDbias), (problem_of(options={"softcap": 3.0}), BiasGradientSums, None),
+    (problem_of(d=64, b=2), BiasGradientSums, None), (problem_of(d=64), None, HopperDbias),
+], ids=["two_entries", "of_entries", "one_entry", "softcap", "two_narrow_ones", "four_narrow_ones"])
+def test_behind_a_dq_of_the_hopper_kernels_it_is_summed_there_however_few_share_it(monkeypatch, problem, again, own):
+    monkeypatch.setattr(gluon, "device_spec", lambda device: DeviceSpec.of_arch("sm_90"))
+    made = gluon._launches_of_sums(problem, problem.out_strides, problem.q_strides, (True,) * 7, True)
+    assert [type(launch) for launch in made] == [type(None) if kind is None else kind for kind in (again, own)]
 
 
 def test_what_the_copy_engine_cannot_move_keeps_the_triton_kernels():

@@ -283,7 +283,7 @@ def _launches_of_sums(
     descriptors = all(alignment) and wants_descriptors(problem, device_spec(problem.device)) and takes_descriptors(
         problem, problem.q_strides, problem.k_strides, problem.v_strides, dout_strides)
     again, own = dq_launches(problem, precision_of(problem.dtype), dout_strides, dq_strides, descriptors=descriptors,
-                             dbias=True)
+                             dbias=True, dq_is_made=True)
     return again if own is None or has_slopes else None, own
 
 

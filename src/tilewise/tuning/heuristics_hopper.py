@@ -31,7 +31,7 @@ from tilewise.tuning.wave_model import MANY_WAVES, NEARLY, grid_plan_of, num_til
 NUM_SMS = 132  # of an H100 or an H200
 # The Hopper kernel for a shared bias: tiles of 128 x 128 scores, one CTA on each SM, for at least half of the SMs.
 LEAST_TILES = 66
-LEAST_SHARING = 3  # entries from which it takes the place of dQ's way
+LEAST_SHARING = 3  # entries from which it takes the place of dQ's way, unless dQ has been made before
 
 # The Hopper kernels' launch takes the host no longer than a Triton kernel's (forward), and 8 to 13 µs more with tensors
 # that it has not seen (beside an H200); in 20 µs a Triton kernel makes about this many of each product, at 300 TFLOP/s.
@@ -179,13 +179,16 @@ def _d64_config(problem: AttentionProblem, num_sms: int) -> HopperD64Config:
     return HopperD64Config(variant=D64Variant.DETERMINISTIC if problem.deterministic else D64Variant.DYNAMIC_TILES)
 
 
-def hopper_dbias_config(problem: AttentionProblem, entries: int) -> HopperDbiasConfig | None:
+def hopper_dbias_config(problem: AttentionProblem, entries: int, *,
+                        dq_is_made: bool = False) -> HopperDbiasConfig | None:
     """Choose the tile of the Gluon kernel that sums a bias's gradient; None where another way is as good.
 
     Timed on an H200 with 16 heads at d 128, the sum alone takes 0.54 to 0.60 of the time of the Triton kernel of its
     own; that half the SMs should have a tile is counted, not timed. Beside dQ's way a backward pass with
     tiles twice as wide, which were slower, took 0.81 (3 entries of length 4096, causal), 0.84 and 0.92 (4 of them,
     causal and full), 0.73 and 0.82 (8 of 2048), but 1.11 and 1.24 (2 of 8192) of the time; 1.01 at d 64 (4 of 4096).
+    Behind a dQ of the Hopper kernels, which its way would make once more, the pass took 0.70 and 0.74 (2 entries of
+    4096 and 8192), 0.85 (1 of 4096) and 0.91 of the time (4 of 4096, a bias each), causal; at d 64 1.21 (1 of 4096).
 
     Of entries first, then of blocks of keys, as many are in flight as shared memory allows: with one and four of d 128
     the sum took 0.99 to 1.08 as long under a causal mask, 0.96 to 1.03 without.
@@ -193,13 +196,16 @@ def hopper_dbias_config(problem: AttentionProblem, entries: int) -> HopperDbiasC
     Args:
         problem: its bias has a query and a key dim.
         entries: what :func:`dbias_launches` has found.
+        dq_is_made: whether other kernels have made dQ.
     """
     bias = problem.scores.bias
-    if bias is None or 1 in bias.shape[2:] or entries == 1:
+    if bias is None or 1 in bias.shape[2:]:
         return None
     lines = bias.shape[0] * bias.shape[1]
     tiles = lines * -(-problem.sq // 128) * -(-problem.sk // 128)
-    if tiles < LEAST_TILES or (entries > 1 and problem.b * problem.hq < LEAST_SHARING * lines):
+    is_worth_it = (entries == 0 or (dq_is_made and kernel_width(problem) > 64)
+                   or (entries > 1 and problem.b * problem.hq >= LEAST_SHARING * lines))
+    if tiles < LEAST_TILES or not is_worth_it:
         return None
     room = DeviceSpec.of_arch("sm_90").shared_memory
     configs = (HopperDbiasConfig(*stages) for stages in ((2, 4), (2, 2), (1, 3)))

@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from tilewise.kernels.triton.config import TileConfig
 
 
-def dq_launches(problem: AttentionProblem, precision: str, dout_strides: Sizes, dq_strides: Sizes, *,
-                descriptors: bool, dbias: bool) -> "tuple[Launch | BiasGradientSums, Launch | HopperDbias | None]":
+def dq_launches(
+        problem: AttentionProblem, precision: str, dout_strides: Sizes, dq_strides: Sizes, *, descriptors: bool,
+        dbias: bool,
+        dq_is_made: bool = False) -> "tuple[Launch | BiasGradientSums, Launch | HopperDbias | None]":
     """Return what makes dQ, and the kernel of its own that makes a bias's gradient; None where dQ's makes that too.
 
     Args:
@@ -27,13 +29,16 @@ def dq_launches(problem: AttentionProblem, precision: str, dout_strides: Sizes, 
         dout_strides, dq_strides: how dout and dq lie in memory.
         descriptors: whether the tensors may come through them.
         dbias: whether the gradient of the bias is wanted.
+        dq_is_made: whether dQ has been made by other kernels, and is made here for what is summed on its way alone.
     """
     from tilewise.kernels.triton.bias_gradient import BiasGradientSums, sees_alike
     from tilewise.kernels.triton.dq import dq_launch
 
     spec = device_spec(problem.device)
     config = triton_config("dq", problem, spec, descriptors=descriptors)
-    entries, own = _dbias_of(problem, config, precision, dout_strides, descriptors) if dbias else (0, None)
+    entries, own = 0, None
+    if dbias:
+        entries, own = _dbias_of(problem, config, precision, dout_strides, descriptors, dq_is_made)
     at_once = 1
     if entries > 1 and sees_alike(problem):
         together = entries_config(problem, spec)
@@ -43,7 +48,7 @@ def dq_launches(problem: AttentionProblem, precision: str, dout_strides: Sizes, 
 
 
 def _dbias_of(problem: AttentionProblem, dq_config: "TileConfig", precision: str, dout_strides: Sizes,
-              descriptors: bool) -> "tuple[int, Launch | HopperDbias | None]":
+              descriptors: bool, dq_is_made: bool) -> "tuple[int, Launch | HopperDbias | None]":
     """Say how a bias has its gradient: on dQ's way, in how many launches, or by which kernel of its own.
 
     0 and None where it lacks a query or a key dim.
@@ -52,7 +57,9 @@ def _dbias_of(problem: AttentionProblem, dq_config: "TileConfig", precision: str
 
     spec = device_spec(problem.device)
     entries = dbias_launches(problem, dq_config, spec)
-    tile = hopper_dbias_config(problem, entries) if descriptors and sums_dbias(problem) else None
+    tile = None
+    if descriptors and sums_dbias(problem):
+        tile = hopper_dbias_config(problem, entries, dq_is_made=dq_is_made)
     if tile is not None and untrusted("dbias", problem.device) is None:
         from tilewise.kernels.hopper.backward.launch_dbias import HopperDbias
 
