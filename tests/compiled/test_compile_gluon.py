@@ -434,9 +434,10 @@ def wide(part, d, mask="causal", dtype="bfloat16", dv=None):
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("part", ["dkdv", "dq"])
 def test_hopper_backward_d256_compiles_within_registers_and_shared_memory(version, part):
-    wanted = [wide(part, 256, "window")]
+    wanted = [wide(part, 256, "window"), wide(part, 256) | {"options": ["softcap"]}]
     if version == OLDEST:
         wanted += [wide(part, 256, mask) for mask in ("full", "causal")]
+        wanted += [wide(part, 192, "window", dv=128) | {"options": ["softcap"]}]
         wanted += [wide(part, 256, dtype="float16"), wide(part, 192, dv=128), wide(part, 72, dv=136)]
     for row in compile_aloud(version, wanted):
         check_mma(row)

@@ -30,7 +30,7 @@ CONSTANTS = {(module, "QUERIES"): 64 for module in MODULES if hasattr(module, "Q
     (module, "WRITERS"): 2 for module in (dq_shared, dq_accum)} | {
     (module, "NO_TILE"): -1 for module in (d64, d128, producers, tiles)} | {
     (module, "scheduling_fence_of"): lambda values, turn: (values, turn) for module in (d128, pipeline)} | {
-    (bias, "in_float32"): lambda numbers: numbers.float(), (d128, "squashed"): forward_on_cpu.squashed,
+    (bias, "in_float32"): lambda numbers: numbers.float(), (softmax, "squashed"): forward_on_cpu.squashed,
     (d64, "ZERO"): 0, (d64, "ONE"): 1} | plan_on_cpu.plan_constants(MODULES)
 
 

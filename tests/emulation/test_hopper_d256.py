@@ -3,6 +3,7 @@
 import math
 import random
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,13 +13,15 @@ from emulation.hopper_calls import bound_backward
 from tilewise.kernels.hopper.arguments import RowStats
 from tilewise.kernels.hopper.backward.config import HopperD192Config, HopperD256Config
 from tilewise.masks import window
+from tilewise.problem.options import ScoreOptions
 
 d192 = pytest.importorskip("tilewise.kernels.hopper.backward.d192", reason="Triton is not installed")
 masking, epilogue, loading, d256, dq_d256, dq_accum, pipeline, products, softmax, tiles, mask_ranges = (
     pytest.importorskip(f"tilewise.kernels.hopper.{name}") for name in (
         "backward.masking", "backward.epilogue", "backward.producers", "backward.d256", "backward.dq_d256",
         "backward.dq_accum", "pipeline", "products", "softmax", "tile_scheduler", "mask_ranges"))
-gluon_on_cpu = pytest.importorskip("emulation.gluon_on_cpu")
+gluon_on_cpu, forward_on_cpu = (pytest.importorskip(f"emulation.{name}") for name in (
+    "gluon_on_cpu", "forward_on_cpu"))
 Descriptor, Pointer, run = gluon_on_cpu.Descriptor, gluon_on_cpu.Pointer, gluon_on_cpu.run
 
 WIDE = HopperD256Config()
@@ -28,7 +31,7 @@ CONSTANTS = {(module, "QUERIES"): 64 for module in MODULES if hasattr(module, "Q
     (module, "pack_pairs"): lambda pairs, dtype: pairs.to(dtype) for module in (d256, dq_d256)} | {
     (d256, "load_fragments"): lambda tile: tile.load(None), (d256, "FRAGMENT_COLUMNS"): 128,
     (d256, "as_operand"): lambda fragments, *_: fragments,
-    (dq_d256, "K_STAGES"): 2,
+    (dq_d256, "K_STAGES"): 2, (softmax, "squashed"): forward_on_cpu.squashed,
     (d192, "multiply_rounded"): lambda probs, dprobs, dtype: (probs.float() * dprobs).to(dtype)}
 
 
@@ -63,6 +66,20 @@ def test_the_source_of_those_with_dq_apart_computes_the_gradients_on_the_cpu(mas
     gradients = run_part(launch.dq, tensors, tensors[:1]) + run_part(launch.dkdv, tensors, tensors[1:3])
     dq, dk, dv = expected(problem, tensors)
     compare(gradients, (dq * SCALE, dk, dv))
+
+
+@pytest.mark.parametrize(("mask", "dims"), [("full", (256, 256)), ("causal", (192, 128)), ("window", (200, 100)),
+                                            ("few", (100, 250))])
+def test_gradients_go_through_the_derivative_of_a_softcap(mask, dims):
+    random.seed(0)
+    problem, tensors = call_of(*MASKS[mask], dims)
+    capped = replace(problem, scores=ScoreOptions(softcap=1.5))
+    launch = bound_backward(capped, WIDE)
+    gradients = run_part(launch.dq, tensors, tensors[:1]) + run_part(launch.dkdv, tensors, tensors[1:3])
+    dq, dk, dv = expected(problem, tensors, function=lambda scores: 1.5 * torch.tanh(scores / 1.5))
+    compare(gradients, (dq * SCALE, dk, dv))
+    plain = expected(problem, tensors)
+    assert not torch.allclose(dk, plain[1], rtol=0.05, atol=0.05), "a softcap that is dropped does not show"
 
 
 def test_what_is_asked_for_late_changes_no_bit_of_dq():

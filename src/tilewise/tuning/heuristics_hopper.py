@@ -145,14 +145,16 @@ def backward_heuristic(problem: AttentionProblem, num_sms: int = NUM_SMS) -> Hop
     more there at a length of 512, 10 to 22 % at 1024, 6 to 12 % at 2048, 1 to 2 % at 16384, and lose 2 % where no CTA
     has a second tile. Without augmented K registers hold the next block's S there (+0 to 7 %), and dQ is accumulated
     from registers (+7 to 16 %). Wider heads leave no choice: where registers hold all columns of dK and dV of 64 keys
-    each warpgroup has keys of its own (at 192 and 128 1.2 to 1.4 times as fast as sharing them), else two share them.
+    each warpgroup has keys of its own (at 192 and 128 1.2 to 1.4 times as fast as sharing them), else two share them,
+    and where there is a softcap.
     The ring of a bias takes shared memory: a variant beside which it does not fit is not chosen. With a score function
     other variants were not timed: these are the ones of which Triton 3.6 to 3.9 leave the fewest descriptors of
     products that are not alike on every path of the code.
     """
     widest = max(problem.d, problem.dv)
     if widest > 128:
-        return HopperD192Config() if dk_dv_fit(problem) and not problem.deterministic else HopperD256Config()
+        own_keys = dk_dv_fit(problem) and not problem.deterministic and problem.scores.softcap is None
+        return HopperD192Config() if own_keys else HopperD256Config()
     if widest <= 64 and augmented_k_fits(problem):
         return _d64_config(problem, num_sms)
     has_function = problem.scores.score_function is not None
@@ -228,8 +230,12 @@ def prefers_gluon(problem: AttentionProblem) -> bool:
     deterministic call must not be asked: gluon's is what many gain by, its backward 1.07 to 2.1 times as fast (at head
     dim 64 and one entry 0.86 to 1.22), and at 128 its forward (0.85 to 1.55); at 64 that was at 0.74 to 0.99, and one
     entry's work decides.
+
+    The backward pass of a softcap above 128 columns was compiled and emulated, and no GPU has run it yet.
     """
-    if not lengths_may_decide(problem):
+    was_not_run = (problem.direction == "backward" and problem.scores.softcap is not None
+                   and max(problem.d, problem.dv) > 128)
+    if was_not_run or not lengths_may_decide(problem):
         return False
     batch, keys = 1 if problem.deterministic else problem.b, problem.sk // (problem.sequences.packed or 1)
     packs = (problem.direction == "forward" and not problem.sequences.are_data and problem.is_banded

@@ -286,3 +286,11 @@ def add_sink(top, sinks_ptr, sinks_stride, head):
     new_top = gl.maximum(top, sink)
     shift = gl.where(new_top == float("-inf"), 0.0, new_top)
     return new_top, gl.exp2(top - shift), gl.exp2(sink - shift)
+
+
+@gluon.jit
+def tanh_of(s, squash):
+    """Under a softcap tanh(x), with x = s / softcap, as the backward pass needs it; else the scores as they are."""
+    if squash is not None:
+        s = 1.0 + 2.0 * squashed(s, squash, False)
+    return s

@@ -106,7 +106,7 @@ from tilewise.kernels.hopper.score_functions import (
     function_of_pairs,
     gradient_of_pairs,
 )
-from tilewise.kernels.hopper.softmax import LOG2E, squashed
+from tilewise.kernels.hopper.softmax import LOG2E, tanh_of
 from tilewise.kernels.hopper.tile_scheduler import (
     NO_TILE,
     TileQueue,
@@ -208,8 +208,7 @@ def attend_blocks(begin, end, count, state, head, view, args, smem, draws, WG: g
             else:
                 exponents = scores * scale_log2
         else:
-            if args.scales.squash is not None:  # tanh
-                scores = 1.0 + 2.0 * squashed(scores, args.scales.squash, False)
+            scores = tanh_of(scores, args.scales.squash)
             if C.HAS_FUNCTION:
                 exponents, slopes = exponents_of_function(scores, lse, first_query, bits, head, view, args, MASKED,
                                                           FUNCTION, DERIVATIVE, C)
@@ -225,7 +224,7 @@ def attend_blocks(begin, end, count, state, head, view, args, smem, draws, WG: g
             left_probs = gl.convert_layout(dropout.kept_alone(probs, DTYPE), LEFT)
         else:
             left_probs = gl.convert_layout(probs.to(DTYPE), LEFT)
-        if args.scales.squash is not None:  # scores are tanh's; its derivative is the factor of dS
+        if args.scales.squash is not None:  # the derivative of the tanh is a factor of dS
             probs = probs * (1.0 - scores * scores)
         if DERIVATIVE is not None:
             probs = probs * slopes

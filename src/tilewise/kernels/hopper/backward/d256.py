@@ -2,9 +2,9 @@
 
 At 256 columns dK and dV of 64 keys are twice what the registers of a warpgroup hold beside a block of scores. So two
 warpgroups share 64 keys: one computes S and P and accumulates dV, the other computes dP and dS and accumulates dK. All
-that passes between them is P in float32, through shared memory. P and dS are left operands from the registers in which
-they were computed, and so are the first columns of K and V. One producer warp loads. dQ has a kernel of its own
-(dq_d256.py); the rest is as in d128.py.
+that passes between them is P in float32, under a softcap times the tanh's derivative, through shared memory. P and dS
+are left operands from the registers in which they were computed, and so are the first columns of K and V. One producer
+warp loads. dQ has a kernel of its own (dq_d256.py); the rest is as in d128.py.
 
 The sides of a tile in shared memory are powers of two: K, V, Q and dO of 192 columns come in two chunks of columns.
 """
@@ -43,7 +43,7 @@ from tilewise.kernels.hopper.pipeline import (
     producer_acquire,
 )
 from tilewise.kernels.hopper.products import finish
-from tilewise.kernels.hopper.softmax import as_operand, pack_pairs
+from tilewise.kernels.hopper.softmax import as_operand, pack_pairs, tanh_of
 from tilewise.kernels.hopper.tile_scheduler import kv_tile_at
 
 # Columns of K or V that a warpgroup holds as register fragments, of 256: a block of scores leaves no room for more.
@@ -190,7 +190,7 @@ def write_gradients(descs, tiles, stage, acc, factor, place, C: gl.constexpr):
 @gluon.jit
 def accumulate_dv(args, smem, C: gl.constexpr):
     """Consumer, one warpgroup: P of 64 keys and the queries that see them, at least one block of these, and dV."""
-    tile, bounds = args.tile, args.bounds
+    tile, bounds, squash = args.tile, args.bounds, args.scales.squash
     kv, q_pipe, dout_pipe, probs_pipe = smem.kv, smem.q, smem.dout, smem.probs
     DTYPE: gl.constexpr = q_pipe.tiles[0].dtype
     blocks = q_blocks_of(tile.first, bounds, C)
@@ -205,12 +205,14 @@ def accumulate_dv(args, smem, C: gl.constexpr):
         consumer_wait(q_pipe.full, count, C.Q_STAGES)
         scores_pending = issue_s_or_dp(kv.k_tiles, q_pipe.tiles, stage, optimization_barrier(0), fragments=fragments)
         lse = smem.row_stats.index(2 * stage).load(gl.SliceLayout(0, SCORE_LAYOUT))
-        scores = warpgroup_mma_wait(0, deps=(scores_pending,))
+        scores = tanh_of(warpgroup_mma_wait(0, deps=(scores_pending,)), squash)
         probs = gl.exp2(scores * args.scales.scale_log2 - lse[None, :])
         if step < masked:
             probs = hide_probs(probs, q_block_start(step, blocks, C), tile.first, bounds, C)
         step = gl.where(step + 1 == blocks.count, 0, step + 1)
         packed = pack_pairs(probs, DTYPE)
+        if squash is not None:  # the tanh's derivative is a factor of dS, and not of dV
+            probs = probs * (1.0 - scores * scores)
         consumer_wait(dout_pipe.full, count, C.DOUT_STAGES)
         dv_pending = issue_accumulate(dv, packed, dout_pipe.tiles, count % C.DOUT_STAGES)
         producer_acquire(probs_pipe.empty, count, 1)

@@ -39,7 +39,7 @@ from tilewise.kernels.hopper.pipeline import (
     producer_acquire,
 )
 from tilewise.kernels.hopper.products import finish
-from tilewise.kernels.hopper.softmax import hide, pack_pairs
+from tilewise.kernels.hopper.softmax import hide, pack_pairs, tanh_of
 from tilewise.kernels.hopper.tile_scheduler import tile_at
 
 K_STAGES: gl.constexpr = gl.constexpr(2)  # tiles of K in flight; of V one: two were no faster where they fit
@@ -73,7 +73,7 @@ def load(args, smem, C: gl.constexpr):
 
 
 @gluon.jit
-def accumulate_blocks(begin, end, dq, view, smem, scale_log2, WG: gl.constexpr, MASKED: gl.constexpr,
+def accumulate_blocks(begin, end, dq, view, smem, scales, WG: gl.constexpr, MASKED: gl.constexpr,
                       C: gl.constexpr):
     """Blocks ``begin`` to ``end`` of keys: add to dQ of 64 queries."""
     q_tiles, dout_tiles, _full = smem.q
@@ -85,10 +85,15 @@ def accumulate_blocks(begin, end, dq, view, smem, scale_log2, WG: gl.constexpr, 
         scores_pending = issue_s_or_dp(q_tiles, k_pipe.tiles, stage, resident)
         consumer_wait(v_pipe.full, step, 1)
         dprobs_pending = issue_s_or_dp(dout_tiles, v_pipe.tiles, 0, resident)
-        scores = warpgroup_mma_wait(len(v_pipe.tiles), deps=(scores_pending,))
+        scores = tanh_of(warpgroup_mma_wait(len(v_pipe.tiles), deps=(scores_pending,)), scales.squash)
+        slopes = ()
+        if scales.squash is not None:  # taken before pairs are hidden: of -inf it would be infinite
+            slopes = 1.0 - scores * scores
         if MASKED:
             scores = hide(scores, view.row, n_block_start(step, view.blocks, C), view.bounds, C)
-        probs = gl.exp2(scores * scale_log2 - view.lse[:, None])
+        probs = gl.exp2(scores * scales.scale_log2 - view.lse[:, None])
+        if scales.squash is not None:
+            probs = probs * slopes
         dprobs = warpgroup_mma_wait(0, deps=(dprobs_pending,))
         consumer_release(v_pipe.empty, step, 1)
         dscores = pack_pairs(probs * (dprobs - view.delta[:, None]), k_pipe.tiles[0].dtype)
@@ -121,8 +126,8 @@ def attend(args, smem, WG: gl.constexpr, C: gl.constexpr):
     mbarrier.wait(smem.q.full.index(WG), 0)
     mbarrier.wait(smem.q.full.index(2 + WG), 0)
     dq = zeros_of(inputs.q)
-    dq = accumulate_blocks(begin, masked, dq, view, smem, scales.scale_log2, WG, True, C)
-    dq = accumulate_blocks(gl.maximum(begin, masked), blocks.count, dq, view, smem, scales.scale_log2, WG, False, C)
+    dq = accumulate_blocks(begin, masked, dq, view, smem, scales, WG, True, C)
+    dq = accumulate_blocks(gl.maximum(begin, masked), blocks.count, dq, view, smem, scales, WG, False, C)
     write_gradients(args.dq, smem.q.q_tiles, WG, dq, scales.gradient, (batch, head, row), C)
 
 

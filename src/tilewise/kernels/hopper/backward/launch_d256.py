@@ -96,7 +96,7 @@ class HopperBackwardApart:
         has_lower, has_upper = (bound is not None for bound in bounds)
         lower, upper = (0 if bound is None else bound + self.queries.start for bound in bounds)
         sq, sk = len(self.queries), len(self.keys)
-        mask, scales = MaskBounds(sq, sk, lower, upper), Scales(problem.scale, scaling_of(problem)[0])
+        mask, scales = MaskBounds(sq, sk, lower, upper), Scales(problem.scale, *scaling_of(problem))
         tiles, tiles_q = -(-sk // 64), -(-sq // 128)
         self.dkdv = HopperPart(
             hopper_backward_d256_kernel, tiles * problem.b * of_splits.hk,
