@@ -46,6 +46,7 @@ from tilewise.bench.timing import REGIMES, Call, Timing, graphed, measure, regim
 from tilewise.distributed import (
     Layout,
     balanced,
+    call_plan,
     context_parallel_attention,
     context_parallel_attention_varlen,
     function,
@@ -270,8 +271,11 @@ def timings_of(problem: Problem, schedule: str, options: argparse.Namespace,
                clocks: ClockSampler) -> Iterator[tuple[str, dict[str, Timing], float, float]]:
     """Yield of each pass the times of the unsharded call and of the ranks, the largest difference and pairs_balance."""
     messages = Messages()
-    with patch.object(function, "start", messages.start), patch.object(function, "empty_message",
-                                                                       messages.empty_message):
+    # The ranks outlive their graphs, which so may read what a plan has made on the device before: a copy of it from the
+    # host cannot be captured.
+    with (patch.object(function, "start", messages.start),
+          patch.object(function, "empty_message", messages.empty_message),
+          patch.object(call_plan, "is_capturing", lambda device: False)):
         ranks = [Rank(problem, rank, schedule, messages) for rank in range(problem.ranks)]
         for _ in range(RECORDINGS - 1):
             for rank in ranks:
