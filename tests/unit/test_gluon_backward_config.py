@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from tilewise.errors import InvalidInput
+from tilewise.kernels.hopper import SHARED_MEMORY
 from tilewise.kernels.hopper.backward.config import (
     BACKWARD_CONFIGS,
-    SHARED_MEMORY,
     BackwardKernel,
     D64Variant,
     D128AugmentedKVariant,

@@ -159,6 +159,14 @@ def bias_of(*strides, shape=(1, 2, 512, 512), dtype=torch.bfloat16):
     return {"scores": ScoreOptions(bias=OperandSpec(shape, strides, dtype))}
 
 
+@pytest.mark.parametrize("fields", [
+    bias_of(0, 0, 512, 1), bias_of(2**20 + 4, 2**18, 512, 1), bias_of(0, 5, 512, 1, shape=(4, 1, 512, 512))],
+    ids=["shared", "one_batch_entry", "one_head"])
+def test_no_step_is_made_along_batch_entries_or_heads_that_share_a_bias(fields):
+    problem = replace(problem_of(64, s=512), **fields)
+    assert forward_heuristic(problem).bias_stages(problem) > 0
+
+
 @pytest.mark.parametrize(("d", "q_stages", "bias_stages"), [(64, 2, 1), (96, 2, 1), (128, 1, 1), (256, 1, 0)])
 def test_tma_brings_a_bias_where_a_block_of_it_fits(d, q_stages, bias_stages):
     problem = replace(problem_of(d), **BUSY, **bias_of(0, 2**24, 2**12, 1, shape=(8, 16, 4096, 4096)))
@@ -173,7 +181,8 @@ def test_tma_brings_a_bias_where_a_block_of_it_fits(d, q_stages, bias_stages):
 
 @pytest.mark.parametrize("fields", [
     bias_of(2**20, 2**18, 512, 1, dtype=torch.float32), bias_of(2**20, 2**18, 516, 1), bias_of(2**20, 2**18, 1, 512),
-    bias_of(0, 0, 0, 1), bias_of(0, 512, 0, 1, shape=(1, 2, 1, 512)), bias_of(2**20 + 4, 2**18, 512, 1),
+    bias_of(0, 0, 0, 1), bias_of(0, 512, 0, 1, shape=(1, 2, 1, 512)),
+    bias_of(2**20 + 4, 2**18, 512, 1, shape=(2, 2, 512, 512)),
     bias_of(2**20, 2**18, 512, 1) | {"sequences": Sequences(seqlens_k=OperandSpec((1,), (1,), torch.int32))}],
     ids=["float32", "rows", "transposed", "shared", "of_keys", "batches", "lengths"])
 def test_threads_load_a_bias_that_tma_cannot_move(fields):

@@ -22,7 +22,15 @@ from tilewise.kernels.hopper.forward.launch import NO_PLAN, HopperForward
 from tilewise.kernels.triton.arguments import Modifiers
 from tilewise.kernels.triton.launch import Launch, modifiers_of, takes_descriptors
 from tilewise.kernels.triton.operand_gradients import OperandGradients
-from tilewise.problem import AttentionProblem, Sizes, alignment_of, are_aligned, dense_strides
+from tilewise.problem import (
+    AttentionProblem,
+    Sizes,
+    alignment_of,
+    are_aligned,
+    dense_strides,
+    has_legal_rows,
+    has_legal_strides,
+)
 from tilewise.problem.options import DRAW_SPAN, LARGE_SOFTCAP, NO_OPERANDS, NO_OPTIONS, Operands
 from tilewise.support.caches import registered
 from tilewise.tuning.device import device_spec
@@ -412,8 +420,7 @@ def _wrong_bias(problem: AttentionProblem) -> str | None:
     if 1 in bias.shape[2:]:
         return ("takes, in its backward pass, a bias of more than one query and more than one key, got one of "
                 f"{bias.shape[2]} and {bias.shape[3]}")
-    shared = tuple(1 if stride == 0 else size for size, stride in zip(bias.shape[:2], bias.strides[:2], strict=True))
-    if not _moves((*shared, *bias.shape[2:]), bias.strides, bias.dtype.itemsize):
+    if not has_legal_rows(bias):
         return ("needs, in its backward pass, a bias with a last stride of 1 and others that are positive multiples of "
                 f"{16 // bias.dtype.itemsize} elements, got one with {bias.strides}")
     return None
@@ -433,7 +440,7 @@ def _wrong_strides(problem: AttentionProblem) -> str | None:
         keys = keys if problem.sequences.packed is None else (2, 2, 2)
         moved += zip(("dq", "dk", "dv"), (queries, keys, keys), _gradient_strides(problem), strict=True)
     for name, sizes, strides in moved:
-        if not _moves(sizes, strides, itemsize):
+        if not has_legal_strides(sizes, strides, itemsize):
             return (f"needs a last stride of 1 and the others positive multiples of {16 // itemsize} elements, got "
                     f"{name} with {strides}")
     return None
@@ -441,14 +448,12 @@ def _wrong_strides(problem: AttentionProblem) -> str | None:
 
 @registered
 @lru_cache(maxsize=4096)
-def _moves(sizes: Sizes, strides: Sizes, itemsize: int) -> bool:
-    """Whether TMA can move a tensor with these strides; along a dim of size 1 it makes no step."""
-    return strides[3] == 1 and all(size <= 1 or (stride > 0 and stride * itemsize % 16 == 0)
-                                   for size, stride in zip(sizes[:3], strides[:3], strict=True))
+def _known_legal_strides(sizes: Sizes, strides: Sizes, itemsize: int) -> bool:
+    return has_legal_strides(sizes, strides, itemsize)
 
 
 def _is_movable(dout: torch.Tensor) -> bool:
-    return _moves(dout.shape, dout.stride(), dout.element_size())
+    return _known_legal_strides(dout.shape, dout.stride(), dout.element_size())
 
 
 def _movable(dout: torch.Tensor, problem: AttentionProblem) -> torch.Tensor:

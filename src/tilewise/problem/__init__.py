@@ -9,10 +9,12 @@ from tilewise.problem.problem import (
     alignment_of,
     are_aligned,
     dense_strides,
+    has_legal_rows,
+    has_legal_strides,
     legal_strides,
     memory_order,
     padded_dim,
 )
 
 __all__ = ["TAIL_WIDTH", "WIDEST", "AttentionProblem", "Direction", "Sizes", "alignment_of", "are_aligned",
-           "dense_strides", "legal_strides", "memory_order", "padded_dim"]
+           "dense_strides", "has_legal_rows", "has_legal_strides", "legal_strides", "memory_order", "padded_dim"]

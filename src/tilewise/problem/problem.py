@@ -289,6 +289,21 @@ def legal_strides(tensor: torch.Tensor) -> list[int]:
             for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True))]
 
 
+def has_legal_strides(sizes: Sizes, strides: Sizes, itemsize: int) -> bool:
+    """Whether TMA can move a tensor with these strides: the last is 1, the others are positive multiples of 16 bytes.
+
+    Along a dim of size 1 it makes no step.
+    """
+    return strides[3] == 1 and all(size <= 1 or (stride > 0 and stride * itemsize % 16 == 0)
+                                   for size, stride in zip(sizes[:3], strides[:3], strict=True))
+
+
+def has_legal_rows(bias: OperandSpec) -> bool:
+    """Whether TMA can move a bias; along batch entries or heads that share it it makes no step."""
+    own = tuple(1 if stride == 0 else size for size, stride in zip(bias.shape[:2], bias.strides[:2], strict=True))
+    return has_legal_strides((*own, *bias.shape[2:]), bias.strides, bias.dtype.itemsize)
+
+
 def specs_of_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[SpecKey, SpecKey, SpecKey]:
     """Read what an operator was handed: its schema has seen to it that these are tensors."""
     return (("q", q.shape, q.stride(), q.dtype, q.device), ("k", k.shape, k.stride(), k.dtype, k.device),

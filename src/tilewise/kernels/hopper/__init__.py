@@ -4,3 +4,5 @@ Begin with docs/hopper-forward.md, which lists the files and draws what runs whe
 function, the kernel, up. arguments.py has what kernels are handed, tile_scheduler.py the order of tiles and the masked
 blocks of each, pipeline.py stages and barriers, softmax.py and products.py the arithmetic.
 """
+
+SHARED_MEMORY = 227 * 1024  # bytes that a CTA may have

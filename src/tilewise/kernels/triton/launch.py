@@ -22,7 +22,7 @@ from tilewise.kernels.triton.arguments import (
     Tiles,
 )
 from tilewise.kernels.triton.config import TileConfig
-from tilewise.problem import AttentionProblem, Sizes, legal_strides
+from tilewise.problem import AttentionProblem, Sizes, has_legal_strides, legal_strides
 from tilewise.problem.options import DRAW_SPAN, DRAWS, FunctionSpec, Operands, OperandSpec, is_large_softcap
 
 # Contracting a·b + c into one rounding is what the softmax's cost counts on; Triton 3.10 changes the default.
@@ -281,7 +281,5 @@ def tile_blocks(problem: AttentionProblem, config: TileConfig) -> Blocks:
 
 
 def takes_descriptors(problem: AttentionProblem, *strides: Sizes) -> bool:
-    """Whether TMA can read tensors of these strides: last one 1, others positive multiples of 16 bytes."""
-    itemsize = problem.dtype.itemsize
-    return all(tensor[3] == 1 and all(stride > 0 and stride * itemsize % 16 == 0 for stride in tensor[:3])
-               for tensor in strides)
+    """Whether TMA can read tensors of these strides, of any sizes."""
+    return all(has_legal_strides((2, 2, 2, 2), tensor, problem.dtype.itemsize) for tensor in strides)

@@ -5,10 +5,10 @@ from enum import StrEnum
 from typing import Any, ClassVar
 
 from tilewise.errors import InvalidInput
+from tilewise.kernels.hopper import SHARED_MEMORY
 from tilewise.problem import AttentionProblem
 
 BLOCK_N = 128  # keys a tile, but for D256
-SHARED_MEMORY = 232448  # bytes that a CTA may have on Hopper
 LEAST_SCALE = 2.0**-40  # of scores whose lse comes in extra columns: lse / scale is a number, and far from the largest
 
 

@@ -4,9 +4,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tilewise.errors import InvalidInput
-from tilewise.problem import AttentionProblem
-
-SHARED_MEMORY = 227 * 1024  # of a CTA
+from tilewise.kernels.hopper import SHARED_MEMORY
+from tilewise.problem import AttentionProblem, has_legal_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +73,12 @@ class HopperForwardConfig:
 def is_movable_bias(problem: AttentionProblem) -> bool:
     """Whether there is a bias that TMA can move, of 16 bits, in which each query and each key has its own number.
 
-    Along batch entries or heads that share it it makes no step. Where lengths are data a warpgroup may skip blocks.
+    Where lengths are data a warpgroup may skip blocks.
     """
     bias = problem.scores.bias
     if bias is None or bias.dtype.itemsize != 2 or problem.sequences.are_data or 1 in bias.shape[2:]:
         return False
-    of_batch, of_head, of_query, of_key = bias.strides
-    return of_key == 1 and of_query > 0 and not (of_batch % 8 or of_head % 8 or of_query % 8)
+    return has_legal_rows(bias)
 
 
 class SplitPlan(NamedTuple):
