@@ -23,6 +23,7 @@ from conformance.functions import known_masks, mask_functions, score_functions
 from tilewise.backends._support.mask_plans import planner_of
 from tilewise.bench.compile_ahead import CompileOnlyDriver
 from tilewise.integrations.flex import traced_mask, traced_score
+from tilewise.kernels.hopper.arguments import BackwardOperands, Lengths
 from tilewise.kernels.hopper.backward.config import BACKWARD_CONFIGS, HopperDbiasConfig
 from tilewise.kernels.hopper.backward.launch_d256 import backward_launch
 from tilewise.kernels.hopper.backward.launch_dbias import HopperDbias
@@ -270,7 +271,8 @@ def prepare_hopper(request):
         if schedule.group_splits > 1:
             launch, written[1:3] = launch.launch, [torch.empty_strided(*form) for form in launch.forms]
         taken = (q, k, v, out, rows, rows)
-        data = (*lengths, operands.seed, *plan, operands.alibi_slopes, operands.bias, *operands.score_tensors)
+        read_too = BackwardOperands(Lengths(*lengths), operands.seed, *plan, operands.alibi_slopes, operands.bias,
+                                    operands.score_tensors)
         if config.kernel == "d256":
             launch = launch.dq if request["part"] == "dq" else launch.dkdv
             arguments = launch.arguments((*taken, *(written[:1] if request["part"] == "dq" else written[1:3])))
@@ -279,7 +281,7 @@ def prepare_hopper(request):
             counter = torch.empty(1, dtype=torch.int32) if config.dynamic_tiles else None
             delta = rows if operands.bias is not None and not config.augmented_k else None
             arguments = launch.arguments(launch.taken((*taken, *written[:3]), read, operands.bias),
-                                         torch.empty(launch.accum_shape), data, counter, delta)
+                                         torch.empty(launch.accum_shape), read_too, counter, delta)
     facts = {"limit": spec.shared_memory, "planned": config.shared_bytes(problem)}
     return prepared("sm_90", partial(launch.enqueue.compile, arguments), facts, report_of_hopper)
 

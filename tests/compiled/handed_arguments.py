@@ -26,6 +26,7 @@ from compiled.compile_ahead import TARGETS, max_logit_of, operands_of, plan_of, 
 from launch.driver_double import DriverDouble
 from tilewise.bench.compile_ahead import CompileOnlyDriver
 from tilewise.kernels import driver as cuda
+from tilewise.kernels.hopper.arguments import NO_BACKWARD_OPERANDS, BackwardOperands, Lengths
 from tilewise.kernels.hopper.backward import launch as launch_backward
 from tilewise.kernels.hopper.backward.config import HopperDbiasConfig
 from tilewise.kernels.hopper.backward.launch_d256 import backward_launch
@@ -195,8 +196,11 @@ def bound(request):
         whole = launch = backward_launch(problem, config, schedule, problem.q_strides, 132, plan=strides)
         if schedule.group_splits > 1:
             launch = whole.launch
-        gradients, data = (torch.empty_like(like, dtype=problem.out_dtype) for like in (q, k, v)), (
-            *operands.lengths, operands.seed, *plan, operands.alibi_slopes, operands.bias)
+        gradients = (torch.empty_like(like, dtype=problem.out_dtype) for like in (q, k, v))
+        given = (operands.seed, *plan, operands.alibi_slopes, operands.bias)
+        read_too = NO_BACKWARD_OPERANDS
+        if any(tensor is not None for tensor in (*operands.lengths, *given)):
+            read_too = BackwardOperands(Lengths(*operands.lengths), *given)
         tensors = (q, k, v, out, rows, rows.clone(), *gradients)
         counter = torch.empty(1, dtype=torch.int32)
         parts = [getattr(launch, name).enqueue for name in ("dkdv", "dq") if hasattr(launch, name)] or [
@@ -206,8 +210,7 @@ def bound(request):
         launch.allocate = whole.allocate = lambda sizes, strides, dtype: torch.empty_strided(
             sizes, strides, dtype=dtype)
         with patch.object(launch_backward, "counter_of", lambda device: counter):
-            yield parts, lambda: whole(*tensors, *data) if any(tensor is not None for tensor in data) else whole(
-                *tensors)
+            yield parts, lambda: whole(*tensors, operands=read_too)
 
 
 def launches(request, active):

@@ -33,6 +33,7 @@ CALLS = {
                                            "options": ["bias", "softcap"]},
     "backward, d 192 and 128": {"kernel": "hopper_backward", "d": 192, "dv": 128, "mask": CAUSAL},
     "backward, d 256": {"kernel": "hopper_backward", "d": 256, "mask": CAUSAL},
+    "backward, d 256, with a softcap": {"kernel": "hopper_backward", "d": 256, "mask": CAUSAL, "options": ["softcap"]},
     "backward, groups split": {"kernel": "hopper_backward", "d": 128, "mask": CAUSAL, "heads": (8, 2),
                                "group_splits": 4},
     "backward, d 256, groups split": {"kernel": "hopper_backward", "d": 256, "mask": CAUSAL, "heads": (4, 2),

@@ -8,7 +8,7 @@ from emulation.backward_calls import call_of, with_slopes
 from emulation.hopper_calls import bound_backward
 from tilewise.errors import InvalidInput
 from tilewise.kernels.enqueue import addresses_in
-from tilewise.kernels.hopper.arguments import BackwardPointers, StridedRows
+from tilewise.kernels.hopper.arguments import BackwardOperands, BackwardPointers, StridedRows
 from tilewise.kernels.hopper.backward.augmented_k import HeadSlopes, hopper_augmented_k_kernel
 from tilewise.kernels.hopper.backward.config import (
     D64Variant,
@@ -161,7 +161,8 @@ def test_the_kernel_gets_slopes_and_so_does_the_one_behind_it(config, d, incomin
     launch, asked = bound_backward(with_slopes(problem, slopes), config, 132, incoming, allocate), []
     launch.enqueue_augmented_k = lambda addresses, arguments, alike: asked.append((addresses, arguments()))
     launch.enqueue = launch.enqueue_augmented_k
-    launch(q, k, v, dout, lse, delta, q.clone(), k.clone(), v.clone(), *(None,) * 7, slopes, None)
+    launch(q, k, v, dout, lse, delta, q.clone(), k.clone(), v.clone(),
+           operands=BackwardOperands(slopes=slopes))
     (_, arguments), (_, of_kernel) = asked
     assert arguments[4] == HeadSlopes(slopes, 0, 1)
     assert arguments[5].shape == (2, 2, 320, 16)

@@ -24,7 +24,7 @@ from emulation.backward_calls import (
 )
 from emulation.hopper_calls import bound_backward
 from tilewise.kernels.enqueue import addresses_in
-from tilewise.kernels.hopper.arguments import BackwardPointers
+from tilewise.kernels.hopper.arguments import BackwardOperands, BackwardPointers
 from tilewise.kernels.hopper.backward.config import (
     D64Variant,
     D128AugmentedKVariant,
@@ -229,7 +229,8 @@ def test_a_call_hands_over_the_addresses_of_its_arguments(config, d):
     asked = []
     launch.enqueue = lambda addresses, arguments, alike: asked.append((addresses, arguments(), alike))
     launch.enqueue_augmented_k = launch.enqueue_dq = lambda *_, **__: None
-    launch(q, k, v, dout, lse, delta, q.clone(), k.clone(), v.clone(), *[None] * 7, slopes, bias)
+    launch(q, k, v, dout, lse, delta, q.clone(), k.clone(), v.clone(),
+           operands=BackwardOperands(slopes=slopes, bias=bias))
     ((addresses, arguments, alike),) = asked
     assert list(addresses) == addresses_in(arguments)
     assert not alike, "the alignment of operands may change from call to call"

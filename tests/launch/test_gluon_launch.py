@@ -13,6 +13,7 @@ from triton._C.libtriton import native_specialize_impl
 from triton.backends.nvidia.compiler import CUDABackend
 
 from emulation.hopper_calls import bound_backward, bound_forward, problem_of, scalars_of
+from tilewise.kernels.hopper.arguments import BackwardOperands, Lengths
 from tilewise.kernels.hopper.backward.config import HopperD128Config
 from tilewise.kernels.hopper.forward.config import HopperForwardConfig
 from tilewise.masks import Mask, causal, window
@@ -116,7 +117,7 @@ def test_kernels_are_compiled_for_no_number_and_wherever_lengths_lie(packed):
         sequences = Sequences(b if packed else None, **dict.fromkeys(names, facts))
         operands = Operands(**dict.fromkeys(names, lengths))
         problem = replace(problem_of(sq, sq, window(80, 0, "bottom_right"), b=1 if packed else b), sequences=sequences)
-        data = (operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqlens_q, operands.seqlens_k, *[None] * 4)
+        read_too = BackwardOperands(Lengths(*operands.lengths))
         q = torch.zeros(problem.b, 1, sq, 128, dtype=torch.bfloat16)
         lse = torch.zeros(q.shape[:3])
         forward = bound_forward(problem, HopperForwardConfig(128, 2))
@@ -125,6 +126,6 @@ def test_kernels_are_compiled_for_no_number_and_wherever_lengths_lie(packed):
         return (*handed_to_the_front_end(forward.enqueue, forward.arguments(
                     (q, q, q, q, lse), torch.zeros(1, dtype=torch.int32), operands)),
                 *handed_to_the_front_end(backward.enqueue, backward.arguments(
-                    backward.taken((q, q, q, q, lse, lse, q, q, q), lse), accum, data)))
+                    backward.taken((q, q, q, q, lse, lse, q, q, q), lse), accum, read_too)))
 
     assert bound(1024, 16, 0) == bound(1009, 1, 1)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tilewise.backends import gluon
+from tilewise.kernels.hopper.arguments import NO_BACKWARD_OPERANDS
 from tilewise.masks import causal
 from tilewise.problem import AttentionProblem
 from tilewise.problem.options import Operands, OperandSpec, ScoreOptions
@@ -99,7 +100,8 @@ def test_delta_is_made_where_the_launch_does_not_take_out(takes_out):
     class Launch:
         reads_all = True
 
-        def __call__(self, *tensors):
+        def __call__(self, *tensors, operands):
+            assert operands is NO_BACKWARD_OPERANDS
             calls.append(("backward", tensors[5]))
 
     class Delta:

@@ -15,6 +15,7 @@ from tilewise.backends._support.mask_plans import mask_plan, planner_of, too_lar
 from tilewise.backends._support.memory import Allocate, Form, allocator, forms_of_gradients, forms_of_results
 from tilewise.backends._support.triton import precision_of
 from tilewise.backends.base import BoundBackward, BoundForward, Gradients, Needs, Results, Saved, Three
+from tilewise.kernels.hopper.arguments import NO_BACKWARD_OPERANDS, BackwardOperands, Lengths
 from tilewise.kernels.hopper.backward.launch import HopperBackward
 from tilewise.kernels.hopper.backward.launch_d256 import HopperBackwardApart, backward_launch
 from tilewise.kernels.hopper.backward.launch_splits import HopperBackwardOfSplits
@@ -221,12 +222,12 @@ class _BackwardPlan:
             for gradient in (dq, dk, dv):
                 gradient.zero_()
         if self.launch.takes_out:
-            self.launch(q, k, v, dout, lse, out, dq, dk, dv, *self._data(operands))
+            self.launch(q, k, v, dout, lse, out, dq, dk, dv, operands=self._read(operands))
             return dq, dk, dv, None
         delta = allocate(*self.forms[3])
         given: tuple[Any, ...] = out, dout, out if dlse is None else dlse, delta
         self.delta(*given, modifiers)
-        self.launch(q, k, v, dout, lse, delta, dq, dk, dv, *self._data(operands))
+        self.launch(q, k, v, dout, lse, delta, dq, dk, dv, operands=self._read(operands))
         return dq, dk, dv, delta
 
     def sum_up(self, inputs: tuple[torch.Tensor, ...], dq: torch.Tensor, sums: OperandGradients,
@@ -238,13 +239,13 @@ class _BackwardPlan:
         if self.dbias is not None and sums.pairs is not None:
             self.dbias(*inputs, sums.pairs, modifiers)
 
-    def _data(self, operands: Operands) -> tuple[torch.Tensor | None, ...]:
-        """Return what the launch takes behind the tensors that every call has."""
+    def _read(self, operands: Operands) -> BackwardOperands:
+        """Return what the launch takes beside the tensors that every call has."""
         plan = NO_PLAN if self.planner is None else mask_plan(self.planner, operands, self.allocate)
         if operands is NO_OPERANDS and plan is NO_PLAN:
-            return ()
-        return (*operands.lengths, operands.seed, *plan, operands.alibi_slopes, operands.bias,
-                *operands.score_tensors)
+            return NO_BACKWARD_OPERANDS
+        return BackwardOperands(Lengths(*operands.lengths), operands.seed, *plan, operands.alibi_slopes, operands.bias,
+                                operands.score_tensors)
 
 
 @registered

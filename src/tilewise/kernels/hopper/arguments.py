@@ -196,6 +196,25 @@ class BackwardPointers(NamedTuple):
     function: Any = ScoreFunction()
 
 
+class BackwardOperands(NamedTuple):
+    """The tensors of a backward pass beside q, k, v, dout, lse and delta; None, or (), what a call has not.
+
+    lengths: a Lengths of tensors. seed: of dropout. lists, bits: of a mask plan. slopes: ALiBi's. bias: begins at a
+    multiple of 16 bytes. score_tensors: what a score function reads.
+    """
+
+    lengths: Any = Lengths(None, None, None, None)
+    seed: Any = None
+    lists: Any = None
+    bits: Any = None
+    slopes: Any = None
+    bias: Any = None
+    score_tensors: tuple[Any, ...] = ()
+
+
+NO_BACKWARD_OPERANDS = BackwardOperands()
+
+
 class BiasPlace(NamedTuple):
     """Which part of a bias a kernel reads by TMA.
 

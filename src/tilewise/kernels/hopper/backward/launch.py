@@ -10,9 +10,10 @@ import torch
 from tilewise.errors import InvalidInput
 from tilewise.kernels.enqueue import Enqueue
 from tilewise.kernels.hopper.arguments import (
+    NO_BACKWARD_OPERANDS,
     BackwardNumbers,
+    BackwardOperands,
     BackwardPointers,
-    Lengths,
     MaskBounds,
     PlanNumbers,
     Scales,
@@ -37,21 +38,14 @@ from tilewise.kernels.hopper.launch import (
 from tilewise.masks import Span
 from tilewise.problem import AttentionProblem, Sizes, dense_strides, legal_strides, padded_dim
 
-# cu_seqlens_q, cu_seqlens_k, seqlens_q, seqlens_k, dropout's seed, a plan's lists and bits, ALiBi's slopes, the bias;
-# behind them the tensors of a score function
-_NO_DATA = (None,) * 9
-
 # As in backends/_support/memory.py, which kernels do not know.
 Allocate = Callable[[Sizes, Sizes, torch.dtype], torch.Tensor]  # of sizes, strides and dtype, its memory anything
 
 
 class HopperBackward:
-    """The backward kernels bound to a problem; call it with (q, k, v, dout, lse, delta, dq, dk, dv).
+    """The backward kernels bound to a problem; call it with (q, k, v, dout, lse, delta, dq, dk, dv), and its operands.
 
-    Where lengths are data, there is dropout, ALiBi, a bias or a score function that reads tensors, or the mask needs a
-    plan, cu_seqlens_q, cu_seqlens_k, seqlens_q, seqlens_k, the seed, the plan's lists and bits, the slopes and the bias
-    follow, each a tensor or None, and then the function's tensors; a bias begins at a multiple of 16 bytes, and has
-    strides as :meth:`.GluonBackend.why_not` says. ``plan``: its strides.
+    A bias has strides as :meth:`.GluonBackend.why_not` says. ``plan``: the strides of a mask plan.
     ``dq_strides``: those of dq. ``num_sms``: of the device; one CTA runs on each SM at a time. ``incoming``: the
     strides of out and dout, the last 1, where delta has no gradient of lse and no other kernel needs it; out then comes
     in its place if ``takes_out`` says so. ``allocate``: allocates memory on the device. lse and delta are contiguous,
@@ -174,14 +168,14 @@ class HopperBackward:
         return (q, k, v, dout, lse, in_place if bias is None else bias, dk, dv,
                 *(() if self.has_two_chunks else (dq,)))
 
-    def __call__(self, *tensors: Any) -> None:
+    def __call__(self, *tensors: torch.Tensor, operands: BackwardOperands = NO_BACKWARD_OPERANDS) -> None:
         """Enqueue the kernels on the current stream of the current device."""
-        read = self._read(tensors[:9])
+        read = self._read(tensors)
         dq, dk, dv = read[6:]
-        data = tensors[9:] or _NO_DATA
-        plain = data is _NO_DATA  # then alignments belong to the problem: of rows of lse and delta, that of the first
-        accum, lse = self._begin(*read[3:6], data[7])
-        bias = None if data[8] is None else self._bias_read(data[8])
+        # Then alignments belong to the problem: of rows of lse and delta, that of the first.
+        plain = operands is NO_BACKWARD_OPERANDS
+        accum, lse = self._begin(*read[3:6], operands.slopes)
+        bias = None if operands.bias is None else self._bias_read(operands.bias)
         more = read[5] if self.has_bias and not self.config.augmented_k else None
         mine = self.taken(read, lse, bias)
         accum_at = accum.data_ptr()
@@ -189,12 +183,13 @@ class HopperBackward:
         workspace = _address_of(counter) if self.workspace is None else accum_at + self.workspace[0] * 1024
         self.enqueue((*self.places((*[tensor.data_ptr() for tensor in mine], None)), accum_at,
                       *(() if self.has_two_chunks else (workspace,)),
-                      *(() if plain else [tensor.data_ptr() for tensor in self._optional(dk, dv, data, more)
+                      *(() if plain else [tensor.data_ptr() for tensor in self._optional(dk, dv, operands, more)
                                           if tensor is not None])),
-                     lambda: self.arguments(mine, accum, data, counter, more), alike=plain)
+                     lambda: self.arguments(mine, accum, operands, counter, more), alike=plain)
         if not self.config.head_persistent:
-            self.enqueue_dq((accum_at, dq.data_ptr(), _address_of(data[0])),
-                            lambda: (accum, StridedRows(dq, *self.dq_strides), data[0]), alike=plain)
+            borders = operands.lengths.cu_q
+            self.enqueue_dq((accum_at, dq.data_ptr(), _address_of(borders)),
+                            lambda: (accum, StridedRows(dq, *self.dq_strides), borders), alike=plain)
 
     def _begin(self, dout: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor,
                slopes: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -233,7 +228,7 @@ class HopperBackward:
         return bias[own[0], own[1], self.queries.start:self.queries.stop]
 
     def arguments(self, tensors: tuple[torch.Tensor, ...], accum: torch.Tensor,
-                  data: tuple[torch.Tensor | None, ...] = _NO_DATA, counter: torch.Tensor | None = None,
+                  operands: BackwardOperands = NO_BACKWARD_OPERANDS, counter: torch.Tensor | None = None,
                   delta: torch.Tensor | None = None) -> tuple[Any, ...]:
         """Return the tensors in order, all but lse and delta as descriptors, the accumulator and the workspace.
 
@@ -251,11 +246,13 @@ class HopperBackward:
         if self.has_two_chunks:
             return (*described, target)
         if self.takes_no_lengths:
-            return (*described, target, workspace, BackwardPointers(None, None, None, *data[5:8]))
-        dk, dv, seed, lists, bits, slopes, delta, *_others = self._optional(tensors[6], tensors[7], data, delta)
-        function = with_tensors(self.function, data[9:])
-        return (*described, target, workspace, BackwardPointers(dk, dv, seed, lists, bits, slopes, delta, function),
-                Lengths(*data[:4]))
+            return (*described, target, workspace,
+                    BackwardPointers(None, None, None, operands.lists, operands.bits, operands.slopes))
+        dk, dv = tensors[6:8] if self.packed else (None, None)
+        function = with_tensors(self.function, operands.score_tensors)
+        pointers = BackwardPointers(dk, dv, operands.seed, operands.lists, operands.bits, operands.slopes, delta,
+                                    function)
+        return (*described, target, workspace, pointers, operands.lengths)
 
     def _in_forms(self, tensors: tuple[torch.Tensor, ...], make: Callable[[torch.Tensor, Any], Any]) -> list[Any]:
         """Make an argument of each tensor in each of its forms; lse and delta may have none, and a form may be None."""
@@ -264,14 +261,12 @@ class HopperBackward:
             made += [form and make(tensor, form) for form in forms] if forms else [make(tensor, None)]
         return made
 
-    def _optional(self, dk: torch.Tensor, dv: torch.Tensor, data: tuple[torch.Tensor | None, ...],
+    def _optional(self, dk: torch.Tensor, dv: torch.Tensor, operands: BackwardOperands,
                   delta: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """Return what only some calls have: dk, dv of packed sequences, seed, plan, slopes, delta, lengths; else None.
-
-        delta: where a bias stands in its place. Before the lengths come the tensors of a score function.
-        """
-        rest = (*data[4:8], delta, *data[9:], *data[:4])
-        return (dk, dv, *rest) if self.packed else (None, None, *rest)
+        """Return what only some calls have, in the order of the arguments, each a tensor or None."""
+        lengths, seed, lists, bits, slopes, _bias, score_tensors = operands
+        own = (dk, dv) if self.packed else (None, None)
+        return (*own, seed, lists, bits, slopes, delta, *score_tensors, *lengths)
 
     def _read(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """Leave out the rows that are not read."""

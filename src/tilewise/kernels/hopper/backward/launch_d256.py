@@ -7,7 +7,15 @@ import torch
 
 from tilewise.errors import InvalidInput
 from tilewise.kernels.enqueue import Enqueue
-from tilewise.kernels.hopper.arguments import BackwardNumbers, MaskBounds, RowStats, Scales, TileGrid
+from tilewise.kernels.hopper.arguments import (
+    NO_BACKWARD_OPERANDS,
+    BackwardNumbers,
+    BackwardOperands,
+    MaskBounds,
+    RowStats,
+    Scales,
+    TileGrid,
+)
 from tilewise.kernels.hopper.backward.config import HopperBackwardConfig, HopperBackwardSchedule
 from tilewise.kernels.hopper.backward.launch import (
     Allocate,
@@ -72,7 +80,7 @@ class HopperPart:
 
 
 class HopperBackwardApart:
-    """The kernels bound to a problem; call it as HopperBackward, with neither lengths that are data nor a seed.
+    """The kernels bound to a problem; call it as HopperBackward.
 
     Attributes:
         dkdv, dq: the kernels.
@@ -111,9 +119,10 @@ class HopperBackwardApart:
                              problem.group, scales),
              DQConfig(HAS_LOWER=has_lower, HAS_UPPER=has_upper)), [*sources, of_dq])
 
-    def __call__(self, *tensors: Any) -> None:
-        """Enqueue the kernels on the current stream of the current device."""
-        q, k, v, dout, lse, delta, dq, dk, dv = self._read(tensors[:9])
+    def __call__(self, *tensors: torch.Tensor, operands: BackwardOperands = NO_BACKWARD_OPERANDS) -> None:
+        """Enqueue the kernels on the current stream of the current device; of the operands they take none."""
+        del operands
+        q, k, v, dout, lse, delta, dq, dk, dv = self._read(tensors)
         self.dkdv(q, k, v, dout, lse, delta, dk, dv)
         self.dq(q, k, v, dout, lse, delta, dq)
 

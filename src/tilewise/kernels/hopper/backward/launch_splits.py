@@ -7,7 +7,7 @@ import torch
 
 from tilewise.errors import InvalidInput
 from tilewise.kernels.enqueue import Enqueue
-from tilewise.kernels.hopper.arguments import StridedRows
+from tilewise.kernels.hopper.arguments import NO_BACKWARD_OPERANDS, BackwardOperands, StridedRows
 from tilewise.kernels.hopper.launch import OPTIONS
 from tilewise.problem import AttentionProblem, Sizes, dense_strides, padded_dim
 
@@ -50,11 +50,11 @@ class HopperBackwardOfSplits:
             (problem.sk, problem.hk, group_splits, problem.d, problem.dv, padded_dim(problem.d),
              padded_dim(problem.dv)), OPTIONS)
 
-    def __call__(self, *tensors: Any) -> None:
+    def __call__(self, *tensors: torch.Tensor, operands: BackwardOperands = NO_BACKWARD_OPERANDS) -> None:
         """Enqueue the kernels on the current stream of the current device."""
         splits = [self.allocate(*form, torch.float32) for form in self.forms]
-        self.launch(*tensors[:7], *splits, *tensors[9:])
-        summed = (*splits, *tensors[7:9])
+        self.launch(*tensors[:7], *splits, operands=operands)
+        summed = (*splits, *tensors[7:])
         self.enqueue_sum(tuple([tensor.data_ptr() for tensor in summed]), lambda: self.arguments(summed), alike=True)
 
     def arguments(self, summed: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
