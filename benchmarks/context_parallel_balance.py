@@ -271,8 +271,8 @@ def timings_of(problem: Problem, schedule: str, options: argparse.Namespace,
                clocks: ClockSampler) -> Iterator[tuple[str, dict[str, Timing], float, float]]:
     """Yield of each pass the times of the unsharded call and of the ranks, the largest difference and pairs_balance."""
     messages = Messages()
-    # The ranks outlive their graphs, which so may read what a plan has made on the device before: a copy of it from the
-    # host cannot be captured.
+    # A plan's tensors on the device live as long as its rank's arguments, so longer than the graphs that read them. To
+    # make them anew is a copy from the host, which cannot be captured.
     with (patch.object(function, "start", messages.start),
           patch.object(function, "empty_message", messages.empty_message),
           patch.object(call_plan, "is_capturing", lambda device: False)):

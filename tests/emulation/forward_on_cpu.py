@@ -40,6 +40,11 @@ def squashed(s, squash, shares_reciprocal):
     return s if squash is None else (torch.tanh(s * squash / (2.0 * math.log2(math.e))) - 1.0) / 2.0
 
 
+def squashed_with_overflow(s, squash, shares_reciprocal):
+    """Where the CPU's fused products leave an infinite sum, tensor cores may have inf - inf."""
+    return torch.where(s.isinf(), torch.nan, squashed(s, squash, shares_reciprocal))
+
+
 def drop(p, first_key, draws, constants):
     """By the reference's draws; test_gluon_dropout.py holds the kernel's own against them."""
     if not constants.HAS_DROPOUT:

@@ -15,8 +15,10 @@ from emulation.backward_calls import (
     alibi_of,
     call_of,
     compare,
+    compare_beside_a_hidden_overflow,
     expected,
     extra_columns_of,
+    with_a_hidden_overflow,
     with_slopes,
     with_true_lse,
 )
@@ -28,10 +30,11 @@ from tilewise.kernels.hopper.backward.config import (
     HopperD128Config,
 )
 from tilewise.masks import Mask, window
-from tilewise.problem.options import OperandSpec
+from tilewise.problem.options import OperandSpec, ScoreOptions
 from tilewise.problem.sequences import Sequences
 
-backward_on_cpu = pytest.importorskip("emulation.backward_on_cpu", reason="Triton is not installed")
+backward_on_cpu, forward_on_cpu = (pytest.importorskip(f"emulation.{name}", reason="Triton is not installed")
+                                   for name in ("backward_on_cpu", "forward_on_cpu"))
 S_AHEAD = HopperD128Config(s_ahead=True, variant=D128Variant.DQ_FROM_REGISTERS)
 STAGED, FROM_REGISTERS, DETERMINISTIC = (HopperD128Config(variant=variant) for variant in (
     D128Variant.DQ_STAGED, D128Variant.DQ_FROM_REGISTERS, D128Variant.DETERMINISTIC))
@@ -46,6 +49,18 @@ def test_the_source_computes_the_gradients_on_the_cpu(mask, config, d):
     random.seed(0)
     problem, tensors = call_of(*mask, (d, d))
     compare(backward_on_cpu.differentiate(problem, tensors, config, 3, 3), expected(problem, tensors))
+
+
+@pytest.mark.parametrize(("config", "d"), [(S_AHEAD, 64), (STAGED, 128)], ids=str)
+def test_a_hidden_score_that_overflows_adds_nothing_to_gradients_under_a_softcap(config, d, monkeypatch):
+    """P is 0 there, and was multiplied by 1 - tanh², which is NaN."""
+    monkeypatch.setitem(backward_on_cpu.CONSTANTS, (backward_on_cpu.softmax, "squashed"),
+                        forward_on_cpu.squashed_with_overflow)
+    random.seed(0)
+    problem, tensors = with_a_hidden_overflow(*call_of(*MASKS["causal"], (d, d)))
+    capped = replace(problem, scores=ScoreOptions(softcap=1.5))
+    compare_beside_a_hidden_overflow(backward_on_cpu.differentiate(capped, tensors, config, 3, 3), expected(
+        problem, tensors, function=lambda scores: 1.5 * torch.tanh(scores / 1.5)))
 
 
 @pytest.mark.parametrize(("config", "d"), [(S_AHEAD, 64), (STAGED, 128), (DETERMINISTIC, 128)], ids=str)

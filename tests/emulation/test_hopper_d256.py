@@ -8,7 +8,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from emulation.backward_calls import MASKS, SCALE, call_of, compare, dq_of_accum, expected
+from emulation.backward_calls import (
+    MASKS,
+    SCALE,
+    call_of,
+    compare,
+    compare_beside_a_hidden_overflow,
+    dq_of_accum,
+    expected,
+    with_a_hidden_overflow,
+)
 from emulation.hopper_calls import bound_backward
 from tilewise.kernels.hopper.arguments import RowStats
 from tilewise.kernels.hopper.backward.config import HopperD192Config, HopperD256Config
@@ -80,6 +89,17 @@ def test_gradients_go_through_the_derivative_of_a_softcap(mask, dims):
     compare(gradients, (dq * SCALE, dk, dv))
     plain = expected(problem, tensors)
     assert not torch.allclose(dk, plain[1], rtol=0.05, atol=0.05), "a softcap that is dropped does not show"
+
+
+def test_a_hidden_score_that_overflows_adds_nothing_to_gradients_under_a_softcap():
+    random.seed(0)
+    problem, tensors = with_a_hidden_overflow(*call_of(*MASKS["causal"], (192, 192)))
+    launch = bound_backward(replace(problem, scores=ScoreOptions(softcap=1.5)), WIDE)
+    overflows = {(softmax, "squashed"): forward_on_cpu.squashed_with_overflow}
+    dq, dk, dv = (run_part(launch.dq, tensors, tensors[:1], overflows)
+                  + run_part(launch.dkdv, tensors, tensors[1:3], overflows))
+    wanted = expected(problem, tensors, function=lambda scores: 1.5 * torch.tanh(scores / 1.5))
+    compare_beside_a_hidden_overflow((dq / SCALE, dk, dv), wanted)
 
 
 def test_what_is_asked_for_late_changes_no_bit_of_dq():

@@ -21,7 +21,8 @@ hopper_dbias = pytest.importorskip("tilewise.kernels.hopper.backward.dbias", rea
 launch_dbias, dbias_tiles, producers, pipeline, tile_scheduler = (
     pytest.importorskip(f"tilewise.kernels.hopper.{name}") for name in (
         "backward.launch_dbias", "backward.dbias_tiles", "backward.producers", "pipeline", "tile_scheduler"))
-triton, gluon_on_cpu = (pytest.importorskip(name) for name in ("tilewise.backends.triton", "emulation.gluon_on_cpu"))
+triton, gluon, gluon_on_cpu = (pytest.importorskip(name) for name in (
+    "tilewise.backends.triton", "tilewise.backends.gluon", "emulation.gluon_on_cpu"))
 Descriptor, Pointer, run = gluon_on_cpu.Descriptor, gluon_on_cpu.Pointer, gluon_on_cpu.run
 
 
@@ -114,6 +115,21 @@ def small_calls_take_it(monkeypatch):
     clear_caches()
     yield
     clear_caches()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper_gpu", "small_calls_take_it")
+@pytest.mark.parametrize("case", [
+    replace(PLAIN, name="one_entry", b=1, mask=causal()), replace(PLAIN, name="two_entries", b=2, mask=causal()),
+    replace(PLAIN, name="of_entries", bias="bhqk"), replace(PLAIN, name="odd", b=1, sq=333, sk=501, d=96, dv=96)],
+    ids=str)
+def test_behind_the_hopper_kernels_dq_it_sums_what_few_members_have(case, device, monkeypatch):
+    inputs, launches, launch = make_inputs(case, torch.bfloat16, device), [], launch_dbias.HopperDbias.__call__
+    monkeypatch.setattr(launch_dbias.HopperDbias, "__call__",
+                        lambda *arguments: launches.append(arguments) or launch(*arguments))
+    got = forward_and_backward(gluon.backend, case, inputs, "out_and_lse").gradients
+    assert_gradients_within_budget(case, inputs, got, "out_and_lse")
+    assert any(tensors[0].is_cuda for _, *tensors in launches)
 
 
 @pytest.mark.gpu

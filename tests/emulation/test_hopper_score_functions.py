@@ -15,7 +15,13 @@ from emulation.backward_calls import MASKS, alibi_of, bias_of, call_of, compare,
 from emulation.hopper_calls import bound_backward, bound_forward, problem_of
 from tilewise.functions import FunctionCode
 from tilewise.kernels.enqueue import addresses_in
-from tilewise.kernels.hopper.arguments import BackwardPointers, FirstPair, ForwardPointers, Lengths
+from tilewise.kernels.hopper.arguments import (
+    BackwardOperands,
+    BackwardPointers,
+    FirstPair,
+    ForwardPointers,
+    Lengths,
+)
 from tilewise.kernels.hopper.backward.config import D128Variant, HopperD128Config
 from tilewise.kernels.hopper.forward.config import HopperForwardConfig
 from tilewise.masks import Mask, causal, window
@@ -315,7 +321,8 @@ def test_the_kernels_get_a_functions_tensors_before_the_lengths(monkeypatch):
     backward.enqueue_dq = lambda *_, **__: None
     addresses = q.data_ptr(), k.data_ptr(), v.data_ptr()
     forward(lambda: (q, k, v), addresses, q.clone(), lse, operands)
-    backward(q, k, v, dout, lse, delta, q.clone(), k.clone(), v.clone(), *operands.lengths, *[None] * 5, *read)
+    backward(q, k, v, dout, lse, delta, q.clone(), k.clone(), v.clone(),
+             operands=BackwardOperands(Lengths(*operands.lengths), score_tensors=read))
     for (given, arguments, alike), kind, derivative in zip(asked, (ForwardPointers, BackwardPointers),
                                                            (None, bent_derivative), strict=True):
         assert list(given) == addresses_in(arguments)

@@ -16,6 +16,8 @@ from tilewise.kernels.hopper.backward.config import (
     HopperD64Config,
     HopperD128AugmentedKConfig,
     HopperD128Config,
+    HopperD192Config,
+    HopperD256Config,
 )
 from tilewise.kernels.hopper.forward.config import HopperForwardConfig
 from tilewise.masks import Mask, causal, chunk, prefix, sink_tokens, window
@@ -102,6 +104,17 @@ def test_registers_bound_keys_and_warpgroups():
                            (192, 192, ["d256"]), (64, 136, ["d256"]), (128, 128, ["d128_augmented_k", "d128"])):
         tiles = propose_hopper("hopper_backward", problem_of(d, dv, kernel="hopper_backward"), DEVICE).tiles
         assert list(dict.fromkeys(config.kernel for config in tiles)) == kernels
+
+
+def test_a_softcap_has_dq_in_a_kernel_of_its_own_above_128_columns():
+    capped = replace(problem_of(192, 128, kernel="hopper_backward"), scores=ScoreOptions(softcap=3.0))
+    for d in (192, 256):
+        problem = replace(capped, d=d)
+        assert backward_heuristic(problem) == HopperD256Config()
+        tiles = propose_hopper("hopper_backward", problem, DEVICE).tiles
+        assert {config.kernel for config in tiles} == {"d256"}
+    with pytest.raises(InvalidInput, match=r"^kernel=d192 for .*; allowed are calls without a softcap\.$"):
+        HopperD192Config().columns(capped)
 
 
 UNFIT = {"d": {"d": 136}, "dv": {"dv": 136}, "scale": {"scale": 2.0**-41}, "negative": {"scale": -1.0},

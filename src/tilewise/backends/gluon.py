@@ -29,7 +29,7 @@ from tilewise.problem import (
     alignment_of,
     are_aligned,
     dense_strides,
-    has_legal_rows,
+    has_legal_bias_strides,
     has_legal_strides,
 )
 from tilewise.problem.options import DRAW_SPAN, LARGE_SOFTCAP, NO_OPERANDS, NO_OPTIONS, Operands
@@ -62,7 +62,7 @@ class GluonBackend:
     """Warp-specialised kernels for sm_90.
 
     All but dq is the same on every run; dq is where a deterministic result is requested, where CTAs own heads, or
-    where heads are so wide that dq has a kernel of its own; else it is summed in no fixed order.
+    where dq has a kernel of its own, as wide heads have; else it is summed in no fixed order.
     """
 
     name = "gluon"
@@ -421,7 +421,7 @@ def _wrong_bias(problem: AttentionProblem) -> str | None:
     if 1 in bias.shape[2:]:
         return ("takes, in its backward pass, a bias of more than one query and more than one key, got one of "
                 f"{bias.shape[2]} and {bias.shape[3]}")
-    if not has_legal_rows(bias):
+    if not has_legal_bias_strides(bias):
         return ("needs, in its backward pass, a bias with a last stride of 1 and others that are positive multiples of "
                 f"{16 // bias.dtype.itemsize} elements, got one with {bias.strides}")
     return None

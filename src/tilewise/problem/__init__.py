@@ -9,7 +9,7 @@ from tilewise.problem.problem import (
     alignment_of,
     are_aligned,
     dense_strides,
-    has_legal_rows,
+    has_legal_bias_strides,
     has_legal_strides,
     legal_strides,
     memory_order,
@@ -17,4 +17,5 @@ from tilewise.problem.problem import (
 )
 
 __all__ = ["TAIL_WIDTH", "WIDEST", "AttentionProblem", "Direction", "Sizes", "alignment_of", "are_aligned",
-           "dense_strides", "has_legal_rows", "has_legal_strides", "legal_strides", "memory_order", "padded_dim"]
+           "dense_strides", "has_legal_bias_strides", "has_legal_strides", "legal_strides", "memory_order",
+           "padded_dim"]

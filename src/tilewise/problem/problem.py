@@ -298,8 +298,8 @@ def has_legal_strides(sizes: Sizes, strides: Sizes, itemsize: int) -> bool:
                                    for size, stride in zip(sizes[:3], strides[:3], strict=True))
 
 
-def has_legal_rows(bias: OperandSpec) -> bool:
-    """Whether TMA can move a bias; along batch entries or heads that share it it makes no step."""
+def has_legal_bias_strides(bias: OperandSpec) -> bool:
+    """Whether TMA can move a bias, which batch entries or heads share where their stride is 0."""
     own = tuple(1 if stride == 0 else size for size, stride in zip(bias.shape[:2], bias.strides[:2], strict=True))
     return has_legal_strides((*own, *bias.shape[2:]), bias.strides, bias.dtype.itemsize)
 

@@ -276,6 +276,7 @@ _HIDDEN_BY_DATA = (
 
 _REDUCED = (
     Case("softcap", sq=66, sk=66, d=32, dv=32, softcap=30.0),
+    Case("softcap_wide_heads", hq=4, hk=2, sq=66, sk=90, d=256, dv=256, mask=_BOTTOM, softcap=3.0),
     Case("softcap_near_its_bound_gqa", hq=4, hk=2, sq=49, sk=70, d=32, dv=32, mask=_BOTTOM, scale=0.5, softcap=2.0),
     Case("sinks", b=2, hq=3, hk=3, sq=66, sk=66, d=16, dv=16, sinks=True),
     Case("sinks_window_causal_gqa", hq=4, hk=2, sq=70, sk=70, d=32, dv=32, mask=causal() & window(20, 0), sinks=True,

@@ -31,7 +31,7 @@ from tilewise.tuning.wave_model import MANY_WAVES, NEARLY, grid_plan_of, num_til
 NUM_SMS = 132  # of an H100 or an H200
 # The Hopper kernel for a shared bias: tiles of 128 x 128 scores, one CTA on each SM, for at least half of the SMs.
 LEAST_TILES = 66
-LEAST_SHARING = 3  # entries from which it takes the place of dQ's way, unless dQ has been made before
+LEAST_SHARING = 3  # members from which it takes the place of dQ's way, where dQ has to be made anyway
 
 # The Hopper kernels' launch takes the host no longer than a Triton kernel's (forward), and 8 to 13 µs more with tensors
 # that it has not seen (beside an H200); in 20 µs a Triton kernel makes about this many of each product, at 300 TFLOP/s.
@@ -145,8 +145,8 @@ def backward_heuristic(problem: AttentionProblem, num_sms: int = NUM_SMS) -> Hop
     more there at a length of 512, 10 to 22 % at 1024, 6 to 12 % at 2048, 1 to 2 % at 16384, and lose 2 % where no CTA
     has a second tile. Without augmented K registers hold the next block's S there (+0 to 7 %), and dQ is accumulated
     from registers (+7 to 16 %). Wider heads leave no choice: where registers hold all columns of dK and dV of 64 keys
-    each warpgroup has keys of its own (at 192 and 128 1.2 to 1.4 times as fast as sharing them), else two share them,
-    and where there is a softcap.
+    each warpgroup has keys of its own (at 192 and 128 1.2 to 1.4 times as fast as sharing them), unless dq is wanted in
+    a fixed order or there is a softcap; else two share them.
     The ring of a bias takes shared memory: a variant beside which it does not fit is not chosen. With a score function
     other variants were not timed: these are the ones of which Triton 3.6 to 3.9 leave the fewest descriptors of
     products that are not alike on every path of the code.
@@ -189,8 +189,9 @@ def hopper_dbias_config(problem: AttentionProblem, entries: int, *,
     own; that half the SMs should have a tile is counted, not timed. Beside dQ's way a backward pass with
     tiles twice as wide, which were slower, took 0.81 (3 entries of length 4096, causal), 0.84 and 0.92 (4 of them,
     causal and full), 0.73 and 0.82 (8 of 2048), but 1.11 and 1.24 (2 of 8192) of the time; 1.01 at d 64 (4 of 4096).
-    Behind a dQ of the Hopper kernels, which its way would make once more, the pass took 0.70 and 0.74 (2 entries of
-    4096 and 8192), 0.85 (1 of 4096) and 0.91 of the time (4 of 4096, a bias each), causal; at d 64 1.21 (1 of 4096).
+    Where the Hopper kernels have made dQ, the Triton kernel would make it once more. There a causal pass took 0.70 and
+    0.74 (2 entries of 4096 and 8192), 0.85 (1 of 4096) and 0.91 of the time (4 of 4096, a bias each), and at d 64 a
+    full one 1.21 (1 of 4096). Other widths above 64, masks and lengths were not timed.
 
     Of entries first, then of blocks of keys, as many are in flight as shared memory allows: with one and four of d 128
     the sum took 0.99 to 1.08 as long under a causal mask, 0.96 to 1.03 without.

@@ -29,7 +29,7 @@ def dq_launches(
         dout_strides, dq_strides: how dout and dq lie in memory.
         descriptors: whether the tensors may come through them.
         dbias: whether the gradient of the bias is wanted.
-        dq_is_made: whether dQ has been made by other kernels, and is made here for what is summed on its way alone.
+        dq_is_made: whether other kernels have made dQ, so that to launch it here serves what it sums on its way alone.
     """
     from tilewise.kernels.triton.bias_gradient import BiasGradientSums, sees_alike
     from tilewise.kernels.triton.dq import dq_launch

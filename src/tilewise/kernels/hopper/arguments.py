@@ -197,10 +197,10 @@ class BackwardPointers(NamedTuple):
 
 
 class BackwardOperands(NamedTuple):
-    """The tensors of a backward pass beside q, k, v, dout, lse and delta; None, or (), what a call has not.
+    """The tensors of a backward pass beside q, k, v, dout, lse and delta; what a call has not is None.
 
-    lengths: a Lengths of tensors. seed: of dropout. lists, bits: of a mask plan. slopes: ALiBi's. bias: begins at a
-    multiple of 16 bytes. score_tensors: what a score function reads.
+    lengths: cu_seqlens and seqlens, each a tensor or None. seed: of dropout. lists, bits: of a mask plan. slopes:
+    ALiBi's. bias: begins at a multiple of 16 bytes. score_tensors: what a score function reads.
     """
 
     lengths: Any = Lengths(None, None, None, None)

@@ -289,6 +289,15 @@ def add_sink(top, sinks_ptr, sinks_stride, head):
 
 
 @gluon.jit
+def times_tanh_derivative(probs, tanh, MASKED: gl.constexpr):
+    """P times 1 - tanh². MASKED: pairs may be hidden, and have a P of 0, and scores that overflow to NaN."""
+    weighted = probs * (1.0 - tanh * tanh)
+    if MASKED:
+        weighted = gl.where(probs == 0.0, 0.0, weighted)
+    return weighted
+
+
+@gluon.jit
 def tanh_of(s, squash):
     """Under a softcap tanh(x), with x = s / softcap, as the backward pass needs it; else the scores as they are."""
     if squash is not None:

@@ -281,5 +281,5 @@ def tile_blocks(problem: AttentionProblem, config: TileConfig) -> Blocks:
 
 
 def takes_descriptors(problem: AttentionProblem, *strides: Sizes) -> bool:
-    """Whether TMA can read tensors of these strides, of any sizes."""
+    """Whether TMA can read tensors of these strides, whatever their sizes: a dim of size 1 is no exception."""
     return all(has_legal_strides((2, 2, 2, 2), tensor, problem.dtype.itemsize) for tensor in strides)

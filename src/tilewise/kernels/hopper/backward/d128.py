@@ -106,7 +106,7 @@ from tilewise.kernels.hopper.score_functions import (
     function_of_pairs,
     gradient_of_pairs,
 )
-from tilewise.kernels.hopper.softmax import LOG2E, tanh_of
+from tilewise.kernels.hopper.softmax import LOG2E, tanh_of, times_tanh_derivative
 from tilewise.kernels.hopper.tile_scheduler import (
     NO_TILE,
     TileQueue,
@@ -225,7 +225,7 @@ def attend_blocks(begin, end, count, state, head, view, args, smem, draws, WG: g
         else:
             left_probs = gl.convert_layout(probs.to(DTYPE), LEFT)
         if args.scales.squash is not None:  # the derivative of the tanh is a factor of dS
-            probs = probs * (1.0 - scores * scores)
+            probs = times_tanh_derivative(probs, scores, MASKED)
         if DERIVATIVE is not None:
             probs = probs * slopes
         if C.AUGMENTED_K:  # above the wait, beside dP

@@ -43,7 +43,7 @@ from tilewise.kernels.hopper.pipeline import (
     producer_acquire,
 )
 from tilewise.kernels.hopper.products import finish
-from tilewise.kernels.hopper.softmax import as_operand, pack_pairs, tanh_of
+from tilewise.kernels.hopper.softmax import as_operand, pack_pairs, tanh_of, times_tanh_derivative
 from tilewise.kernels.hopper.tile_scheduler import kv_tile_at
 
 # Columns of K or V that a warpgroup holds as register fragments, of 256: a block of scores leaves no room for more.
@@ -212,7 +212,7 @@ def accumulate_dv(args, smem, C: gl.constexpr):
         step = gl.where(step + 1 == blocks.count, 0, step + 1)
         packed = pack_pairs(probs, DTYPE)
         if squash is not None:  # the tanh's derivative is a factor of dS, and not of dV
-            probs = probs * (1.0 - scores * scores)
+            probs = times_tanh_derivative(probs, scores, True)
         consumer_wait(dout_pipe.full, count, C.DOUT_STAGES)
         dv_pending = issue_accumulate(dv, packed, dout_pipe.tiles, count % C.DOUT_STAGES)
         producer_acquire(probs_pipe.empty, count, 1)

@@ -39,7 +39,7 @@ from tilewise.kernels.hopper.pipeline import (
     producer_acquire,
 )
 from tilewise.kernels.hopper.products import finish
-from tilewise.kernels.hopper.softmax import hide, pack_pairs, tanh_of
+from tilewise.kernels.hopper.softmax import hide, pack_pairs, tanh_of, times_tanh_derivative
 from tilewise.kernels.hopper.tile_scheduler import tile_at
 
 K_STAGES: gl.constexpr = gl.constexpr(2)  # tiles of K in flight; of V one: two were no faster where they fit
@@ -86,14 +86,12 @@ def accumulate_blocks(begin, end, dq, view, smem, scales, WG: gl.constexpr, MASK
         consumer_wait(v_pipe.full, step, 1)
         dprobs_pending = issue_s_or_dp(dout_tiles, v_pipe.tiles, 0, resident)
         scores = tanh_of(warpgroup_mma_wait(len(v_pipe.tiles), deps=(scores_pending,)), scales.squash)
-        slopes = ()
-        if scales.squash is not None:  # taken before pairs are hidden: of -inf it would be infinite
-            slopes = 1.0 - scores * scores
+        tanh = scores
         if MASKED:
             scores = hide(scores, view.row, n_block_start(step, view.blocks, C), view.bounds, C)
         probs = gl.exp2(scores * scales.scale_log2 - view.lse[:, None])
         if scales.squash is not None:
-            probs = probs * slopes
+            probs = times_tanh_derivative(probs, tanh, MASKED)
         dprobs = warpgroup_mma_wait(0, deps=(dprobs_pending,))
         consumer_release(v_pipe.empty, step, 1)
         dscores = pack_pairs(probs * (dprobs - view.delta[:, None]), k_pipe.tiles[0].dtype)

@@ -172,8 +172,7 @@ class HopperBackward:
         """Enqueue the kernels on the current stream of the current device."""
         read = self._read(tensors)
         dq, dk, dv = read[6:]
-        # Then alignments belong to the problem: of rows of lse and delta, that of the first.
-        plain = operands is NO_BACKWARD_OPERANDS
+        plain = operands is NO_BACKWARD_OPERANDS  # then alignments belong to the problem: of lse, the first row's
         accum, lse = self._begin(*read[3:6], operands.slopes)
         bias = None if operands.bias is None else self._bias_read(operands.bias)
         more = read[5] if self.has_bias and not self.config.augmented_k else None

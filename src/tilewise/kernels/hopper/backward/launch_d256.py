@@ -120,7 +120,7 @@ class HopperBackwardApart:
              DQConfig(HAS_LOWER=has_lower, HAS_UPPER=has_upper)), [*sources, of_dq])
 
     def __call__(self, *tensors: torch.Tensor, operands: BackwardOperands = NO_BACKWARD_OPERANDS) -> None:
-        """Enqueue the kernels on the current stream of the current device; of the operands they take none."""
+        """Enqueue the kernels on the current stream of the current device; they read no operand."""
         del operands
         q, k, v, dout, lse, delta, dq, dk, dv = self._read(tensors)
         self.dkdv(q, k, v, dout, lse, delta, dk, dv)

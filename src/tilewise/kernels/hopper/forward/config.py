@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from tilewise.errors import InvalidInput
 from tilewise.kernels.hopper import SHARED_MEMORY
-from tilewise.problem import AttentionProblem, has_legal_rows
+from tilewise.problem import AttentionProblem, has_legal_bias_strides
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +73,12 @@ class HopperForwardConfig:
 def is_movable_bias(problem: AttentionProblem) -> bool:
     """Whether there is a bias that TMA can move, of 16 bits, in which each query and each key has its own number.
 
-    Where lengths are data a warpgroup may skip blocks.
+    Not where lengths are data: a warpgroup may skip blocks there, for which TMA would bring the bias all the same.
     """
     bias = problem.scores.bias
     if bias is None or bias.dtype.itemsize != 2 or problem.sequences.are_data or 1 in bias.shape[2:]:
         return False
-    return has_legal_rows(bias)
+    return has_legal_bias_strides(bias)
 
 
 class SplitPlan(NamedTuple):
