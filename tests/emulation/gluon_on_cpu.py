@@ -443,7 +443,7 @@ def language(programs):
         program_id=lambda axis: whole(_own.program.number), num_programs=lambda axis: whole(programs),
         static_range=range,
         arange=lambda first, last, layout: torch.arange(first, last).as_subclass(Tensor), full=_full, where=_where,
-        minimum=_of_either(min, torch.minimum), maximum=_of_either(max, torch.maximum), exp2=torch.exp2,
+        minimum=_of_either(min, torch.fmin), maximum=_of_either(max, torch.fmax), exp2=torch.exp2,
         abs=torch.abs, multiple_of=_multiple_of, max_contiguous=_max_contiguous,
         load=_load, store=_store, atomic_add=_add, convert_layout=lambda values, *_, **__: values,
         sum=_over(torch.sum), max=_over(torch.amax), log2=torch.log2,

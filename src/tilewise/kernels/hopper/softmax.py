@@ -290,11 +290,11 @@ def add_sink(top, sinks_ptr, sinks_stride, head):
 
 @gluon.jit
 def times_tanh_derivative(probs, tanh, MASKED: gl.constexpr):
-    """P times 1 - tanh². MASKED: pairs may be hidden, and have a P of 0, and scores that overflow to NaN."""
-    weighted = probs * (1.0 - tanh * tanh)
+    """P times 1 - tanh². MASKED: a hidden pair has a P of 0, and its score may be NaN, of which the maximum is 0."""
+    derivative = 1.0 - tanh * tanh
     if MASKED:
-        weighted = gl.where(probs == 0.0, 0.0, weighted)
-    return weighted
+        derivative = gl.maximum(derivative, 0.0)
+    return probs * derivative
 
 
 @gluon.jit
