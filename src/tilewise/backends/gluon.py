@@ -62,7 +62,7 @@ class GluonBackend:
     """Warp-specialised kernels for sm_90.
 
     All but dq is the same on every run; dq is where a deterministic result is requested, where CTAs own heads, or
-    where dq has a kernel of its own, as wide heads have; else it is summed in no fixed order.
+    where dq has a kernel of its own; else it is summed in no fixed order.
     """
 
     name = "gluon"
@@ -447,10 +447,7 @@ def _wrong_strides(problem: AttentionProblem) -> str | None:
     return None
 
 
-@registered
-@lru_cache(maxsize=4096)
-def _known_legal_strides(sizes: Sizes, strides: Sizes, itemsize: int) -> bool:
-    return has_legal_strides(sizes, strides, itemsize)
+_known_legal_strides = registered(lru_cache(maxsize=4096)(has_legal_strides))  # dout's may change from call to call
 
 
 def _is_movable(dout: torch.Tensor) -> bool:

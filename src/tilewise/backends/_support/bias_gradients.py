@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
 def dq_launches(
         problem: AttentionProblem, precision: str, dout_strides: Sizes, dq_strides: Sizes, *, descriptors: bool,
-        dbias: bool,
-        dq_is_made: bool = False) -> "tuple[Launch | BiasGradientSums, Launch | HopperDbias | None]":
+        dbias: bool, dq_is_made: bool = False) -> "tuple[Launch | BiasGradientSums, Launch | HopperDbias | None]":
     """Return what makes dQ, and the kernel of its own that makes a bias's gradient; None where dQ's makes that too.
 
     Args:
