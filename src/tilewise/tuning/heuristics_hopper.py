@@ -26,7 +26,8 @@ from tilewise.problem import AttentionProblem
 from tilewise.tuning.ctas_per_head import choose_ctas_per_head
 from tilewise.tuning.device import DeviceSpec
 from tilewise.tuning.problem_traits import kernel_width, lengths_may_decide
-from tilewise.tuning.wave_model import MANY_WAVES, NEARLY, grid_plan_of, num_tiles_of
+from tilewise.tuning.wave_model import MANY_WAVES, NEARLY, grid_plan_of, num_tiles_of, packs_of, windowed_time
+from tilewise.tuning.window_model import has_window
 
 NUM_SMS = 132  # of an H100 or an H200
 # The Hopper kernel for a shared bias: tiles of 128 x 128 scores, one CTA on each SM, for at least half of the SMs.
@@ -68,6 +69,9 @@ def forward_heuristic(problem: AttentionProblem, num_sms: int = NUM_SMS) -> Hopp
     A bias is brought by TMA where a block of it fits beside as many keys, at 128 columns at the cost of the second tile
     of Q: 1.23 and 1.31 times as fast at 128 and 64 as when threads load it, under a causal mask.
 
+    Under a window more pairs are hidden, the longer a tile and the wider its blocks: where there are more tiles than a
+    wave, a model of its own chooses (window_model.py), among blocks of 64 keys too.
+
     With a score function blocks have 64 keys, and with two warpgroups four KV stages where they fit. Beside 128 keys,
     the maximum frozen in both, they were 1.03 to 1.49 times as fast with three functions at 64 and 128 columns, but for
     one that reads a table, at 64: 0.97 times. There alone, and in blocks of one part, were three warpgroups faster; and
@@ -96,11 +100,28 @@ def forward_heuristic(problem: AttentionProblem, num_sms: int = NUM_SMS) -> Hopp
     costs_more = scores.changes_scores or scores.dropout_p > 0.0
     if width <= 64 and length >= least and not costs_more and not _cuts_tiles(problem):
         by_preference.insert(0, HopperForwardConfig(block_n=128, consumers=3, ping_pong=True))
+    if has_window(problem) and not has_function and num_tiles_of(problem, two) > num_sms:
+        return _window_config(problem, by_preference, num_sms)
     if problem.sequences.are_data:
         return by_preference[0]
     times = [grid_plan_of(problem, config, num_sms).time for config in by_preference]
     nearly = min(times) / NEARLY
     return next(config for config, time in zip(by_preference, times, strict=True) if time <= nearly)
+
+
+def _window_config(problem: AttentionProblem, configs: list[HopperForwardConfig], num_sms: int) -> HopperForwardConfig:
+    """Choose the tile of a window, of more tiles than a wave: of those with two warpgroups and more, or narrower ones.
+
+    A bias, and heads wider than 128, have blocks as wide as fit, since others were not timed.
+    """
+    configs = [config for config in configs if config.consumers > 1]
+    two, room = configs[-1], DeviceSpec.of_arch("sm_90").shared_memory
+    if two.block_n == 128 and problem.scores.bias is None and max(problem.d, problem.dv) <= 128:
+        narrow = [replace(two, block_n=64, kv_stages=stages) for stages in (4, 2)]
+        configs.append(next(config for config in narrow if config.shared_bytes(problem) <= room))
+
+    return min(configs, key=lambda config: min(windowed_time(problem, config, rows, num_sms)
+                                               for rows in packs_of(problem)))
 
 
 def _cuts_tiles(problem: AttentionProblem) -> bool:

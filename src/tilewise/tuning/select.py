@@ -4,8 +4,8 @@ A table's row decides where one was measured (table.py, tables/<device>/), else 
 
 * Triton: :func:`triton_config`, else heuristics_triton.py, which also has what no table is made of.
 * Hopper: :func:`hopper_forward_config` and :func:`hopper_backward_config`, else heuristics_hopper.py, which asks
-  wave_model.py and ctas_per_head.py; then schedules_hopper.py says how a kernel goes through a call with that tile,
-  and group_splits.py among how many of them the backward pass splits a group of query heads.
+  wave_model.py, window_model.py and ctas_per_head.py; then schedules_hopper.py says how a kernel goes through a call
+  with that tile, and group_splits.py among how many of them the backward pass splits a group of query heads.
 * CUDA in float32 and decoding have no tables: heuristics_cuda.py, heuristics_decode.py.
 """
 

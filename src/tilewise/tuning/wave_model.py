@@ -11,6 +11,7 @@ from typing import NamedTuple
 from tilewise.kernels.hopper.forward.config import HopperForwardConfig, SplitPlan, pieces_of
 from tilewise.masks import Span
 from tilewise.problem import AttentionProblem
+from tilewise.tuning.window_model import has_window, window_time
 
 # Microseconds that two warpgroups take for a block of 128 keys: the softmax's, or those of each column of d and of dv.
 _SOFTMAX, _COLUMN = 1.15, 0.0057
@@ -45,18 +46,36 @@ def grid_plan_of(problem: AttentionProblem, config: HopperForwardConfig, num_sms
     """Choose how many of a tile's rows are heads of one group, and which tiles are split.
 
     Few queries leave most rows of their tiles empty, and the heads of a group read the same keys: they share tiles
-    where this makes fewer waves, or where all tiles are one wave, which can be split the better the fewer they are.
+    where this makes fewer waves, or where all tiles are one wave, which can be split the better the fewer they are; and
+    where more tiles have a window, into which they fit better with few queries (window_model.py).
     Tiles of variable-length sequences have rows of one head, and are not split. A deterministic call must give a batch
     element the same bits whatever the others are, and so counts one batch element: blocks are counted from a tile's
     first query, and its tiles are whole.
     """
-    unpacked = _plan_with(problem, config, 1, num_sms)
-    pack_gqa = 1 << (problem.group - 1).bit_length()
-    if problem.sequences.are_data or not problem.is_banded or problem.scores.reads_positions or not 1 < pack_gqa <= 64:
+    unpacked, pack_gqa = _plan_with(problem, config, 1, num_sms), packs_of(problem)[-1]
+    if pack_gqa == 1:
         return unpacked
     packed = _plan_with(problem, config, pack_gqa, num_sms)
     waves, fewer = (math.ceil(num_tiles_of(problem, config, rows) / num_sms) for rows in (1, pack_gqa))
-    return packed if fewer < waves or (waves == 1 and packed.time < NEARLY * unpacked.time) else unpacked
+    if fewer < waves or (waves == 1 and packed.time < NEARLY * unpacked.time):
+        return packed
+    fits_better = (waves > 1 and has_window(problem) and config.consumers > 1
+                   and windowed_time(problem, config, pack_gqa, num_sms) < windowed_time(problem, config, 1, num_sms))
+    return packed if fits_better else unpacked
+
+
+def packs_of(problem: AttentionProblem) -> tuple[int, ...]:
+    """Return how many heads of a group a tile may have at the same query: 1, and the power of two that holds them."""
+    pack_gqa = 1 << (problem.group - 1).bit_length()
+    if problem.sequences.are_data or not problem.is_banded or problem.scores.reads_positions or not 1 < pack_gqa <= 64:
+        return (1,)
+    return 1, pack_gqa
+
+
+def windowed_time(problem: AttentionProblem, config: HopperForwardConfig, pack_gqa: int, num_sms: int) -> float:
+    """Estimate the microseconds of a call under a window, in whole waves where they are few."""
+    waves = num_tiles_of(problem, config, pack_gqa) / num_sms
+    return window_time(problem, config, pack_gqa, waves if waves > MANY_WAVES else math.ceil(waves))
 
 
 def _plan_with(problem: AttentionProblem, config: HopperForwardConfig, pack_gqa: int, num_sms: int) -> GridPlan:
