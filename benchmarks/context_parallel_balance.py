@@ -233,9 +233,9 @@ class Rank:
 
     def __init__(self, problem: Problem, rank: int, schedule: str, messages: Messages) -> None:
         self._problem, self._rank, self._schedule, self._messages = problem, rank, schedule, messages
-        *inputs, self._dout = (problem.shard(rank, tensor) for tensor in problem.tensors)
-        self._leaves = tuple([tensor.requires_grad_() for tensor in inputs])
-        self._arguments = problem.arguments(rank, *self._leaves)
+        *self._inputs, self._dout = (problem.shard(rank, tensor) for tensor in problem.tensors)
+        self._leaves: Tensors = ()
+        self._arguments: Arguments
         self._out = torch.empty(0)
 
     def forward(self, *, records: bool = False, with_graph: bool = False) -> torch.Tensor:
@@ -245,9 +245,18 @@ class Rank:
             return run_steps(self._schedule, self._arguments, None, self._rank)[0]
 
     def record(self) -> Tensors:
-        """Run both passes, keep what is sent and the graph; return out and the gradients."""
-        self._out = self.forward(records=True, with_graph=True)
+        """Run both passes, keep what is sent; return out and the gradients."""
+        self._begin(records=True)
         return self._out.detach(), *self.backward(records=True)
+
+    def _begin(self, *, records: bool = False) -> None:
+        """Run the forward pass, and keep its graph.
+
+        Leaves are new ones each time: the nodes of a graph keep the stream on which they were made.
+        """
+        self._leaves = tuple([tensor.detach().requires_grad_() for tensor in self._inputs])
+        self._arguments = self._problem.arguments(self._rank, *self._leaves)
+        self._out = self.forward(records=records, with_graph=True)
 
     def backward(self, *, records: bool = False) -> Tensors:
         """Return the gradients."""
@@ -255,10 +264,10 @@ class Rank:
         return torch.autograd.grad(self._out, self._leaves, self._dout, retain_graph=True)
 
     def call(self, direction: str) -> Call:
-        """Return a pass to be repeated, on the stream that is current."""
+        """Return a pass to be repeated, on the stream that is current; what other ranks sent stays where it is."""
         if direction == "forward":
             return self.forward
-        self.record()
+        self._begin()
         return self.backward
 
     def pairs_balance(self) -> float:
@@ -283,9 +292,9 @@ def timings_of(problem: Problem, schedule: str, options: argparse.Namespace,
         *inputs, dout = problem.tensors
         leaves = tuple([tensor.requires_grad_() for tensor in inputs])
         out = problem.attend(*leaves)
-        whole = out.detach(), *torch.autograd.grad(out, leaves, dout, retain_graph=True)
+        whole = out.detach(), *torch.autograd.grad(out, leaves, dout)
         difference = max(_difference(problem, number, rank.record(), whole) for number, rank in enumerate(ranks))
-        del whole
+        del whole, out  # with its graph
         if not difference <= ERRORS[options.dtype]:
             tokens = problem.layout.length // problem.ranks
             raise SystemExit(f"{schedule}, {problem.mask}, layout {problem.layout.name}, {problem.ranks} ranks of "
