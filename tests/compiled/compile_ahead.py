@@ -275,7 +275,8 @@ def prepare_hopper(request):
                                     operands.score_tensors)
         if config.kernel == "d256":
             launch = launch.dq if request["part"] == "dq" else launch.dkdv
-            arguments = launch.arguments((*taken, *(written[:1] if request["part"] == "dq" else written[1:3])))
+            written = written[:1] if request["part"] == "dq" else written[1:3]
+            arguments = launch.arguments((*taken, *written), operands.seed)
         else:
             read = torch.empty(launch.columns_shape, dtype=torch.bfloat16) if config.augmented_k else rows
             counter = torch.empty(1, dtype=torch.int32) if config.dynamic_tiles else None

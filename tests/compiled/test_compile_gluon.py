@@ -82,6 +82,7 @@ DBIAS_SPILL_BOUND_ELSEWHERE = 80
 D192_SPILL_BOUND = 160
 D256_SPILL_BOUND = {NEWEST: 256}
 D256_SPILL_BOUND_ELSEWHERE = 32
+D256_DROPOUT_SPILL_BOUND = 256  # of dQ's kernel under a window 3.6.0 spills 200 bytes, 3.8.0 224
 
 
 def forward(d, mask="causal", dtype="bfloat16", s=4096, dv=None, options=()):
@@ -434,14 +435,17 @@ def wide(part, d, mask="causal", dtype="bfloat16", dv=None):
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("part", ["dkdv", "dq"])
 def test_hopper_backward_d256_compiles_within_registers_and_shared_memory(version, part):
-    wanted = [wide(part, 256, "window"), wide(part, 256) | {"options": ["softcap"]}]
+    wanted = [wide(part, 256, "window"), wide(part, 256) | {"options": ["softcap"]},
+              wide(part, 256, "window") | {"options": ["seed"]}]
     if version == OLDEST:
+        wanted += [wide(part, 192, dv=128) | {"options": ["seed", "softcap"]}]
         wanted += [wide(part, 256, mask) for mask in ("full", "causal")]
         wanted += [wide(part, 192, "window", dv=128) | {"options": ["softcap"]}]
         wanted += [wide(part, 256, dtype="float16"), wide(part, 192, dv=128), wide(part, 72, dv=136)]
     for row in compile_aloud(version, wanted):
         check_mma(row)
-        assert row["stack"] <= D256_SPILL_BOUND.get(version, D256_SPILL_BOUND_ELSEWHERE), row
+        bound = D256_SPILL_BOUND.get(version, D256_SPILL_BOUND_ELSEWHERE)
+        assert row["stack"] <= (D256_DROPOUT_SPILL_BOUND if "seed" in row["options"] else bound), row
         assert row["utmastg"] > 0, row
         assert (row["redg"], row["utmaredg"]) == (0, 0), row  # nothing is added in memory
 

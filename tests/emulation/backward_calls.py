@@ -66,10 +66,11 @@ def alibi_of(problem, slopes):
     return slopes.double()[..., None, None] * distance
 
 
-def expected(problem, tensors, visible=None, taken_off=0.0, function=None):
+def expected(problem, tensors, visible=None, taken_off=0.0, function=None, kept=1.0):
     """dq, dk and dv of any lse and delta, in float64; dq before it is scaled.
 
-    visible: the mask, if it is no band. taken_off: of scaled scores, behind what a function makes of them.
+    visible: the mask, if it is no band. taken_off: of scaled scores, behind what a function makes of them. kept: what
+    dropout multiplies probabilities by.
     """
     q, k, v, dout, lse, delta = (tensor.double() for tensor in tensors)
     wide_k, wide_v = (tensor.repeat_interleave(problem.group, 1) for tensor in (k, v))
@@ -83,9 +84,9 @@ def expected(problem, tensors, visible=None, taken_off=0.0, function=None):
         scores = function(given)
         slopes, scores = torch.autograd.grad(scores.sum(), given)[0], scores.detach()
     probs = torch.exp(scores - taken_off - lse[..., None]).masked_fill(~visible, 0.0)
-    dscores = probs * (dout @ wide_v.mT - delta[..., None]) * slopes.masked_fill(~visible, 0.0)
+    dscores = probs * (kept * (dout @ wide_v.mT) - delta[..., None]) * slopes.masked_fill(~visible, 0.0)
     dk, dv = ((left.mT @ right).unflatten(1, (-1, problem.group)).sum(2)
-              for left, right in ((dscores, q), (probs, dout)))
+              for left, right in ((dscores, q), (kept * probs, dout)))
     return dscores @ wide_k, dk * SCALE, dv
 
 

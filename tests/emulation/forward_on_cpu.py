@@ -10,6 +10,7 @@ from emulation.hopper_calls import bound_forward
 from emulation.plan_on_cpu import plan_constants
 from tilewise.kernels.hopper import (
     alibi,
+    dropout,
     mask_plan,
     mask_ranges,
     pipeline,
@@ -19,7 +20,7 @@ from tilewise.kernels.hopper import (
     varlen,
 )
 from tilewise.kernels.hopper import tile_scheduler as tiles
-from tilewise.kernels.hopper.forward import dropout, epilogue, scores, split_kv
+from tilewise.kernels.hopper.forward import epilogue, scores, split_kv
 from tilewise.kernels.hopper.forward import kernel as forward
 from tilewise.kernels.hopper.forward import producer as loading
 from tilewise.kernels.reference.dropout import keep_tile
@@ -96,18 +97,18 @@ def attend(problem, config, tensors, pack_gqa=1, split_kv=None, sinks=None, prog
     described = bound.arguments((q, k, v, out, lse), counter, operands, max_logit if split_kv is None else partial,
                                 listed)
     written = (lse, partial, counter, *(() if max_logit is None else (max_logit,)))
-    handed = [_as_kernels_have(given, written) for given in described]
+    handed = [as_kernels_have(given, written) for given in described]
     numbers, constants = bound.scalars
-    run(bound.kernel, MODULES, bound.grid[0], (*handed, _as_kernels_have(numbers), constants), CONSTANTS,
+    run(bound.kernel, MODULES, bound.grid[0], (*handed, as_kernels_have(numbers), constants), CONSTANTS,
         together=programs)
     assert counter.item() == 0, "the next launch begins with another tile"
     return out, lse, partial
 
 
-def _as_kernels_have(given, written=()):
+def as_kernels_have(given, written=()):
     """A tensor as a pointer, one that is ``written`` as a pointer to its own memory; an integer as a tensor's."""
     if isinstance(given, tuple):
-        made = [_as_kernels_have(one, written) for one in given]
+        made = [as_kernels_have(one, written) for one in given]
         return given._make(made) if hasattr(given, "_make") else tuple(made)
     if isinstance(given, torch.Tensor):
         if any(given is one for one in written):

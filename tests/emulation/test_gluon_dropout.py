@@ -22,7 +22,7 @@ from tilewise.problem import AttentionProblem
 from tilewise.problem.options import ScoreOptions
 
 dropout = pytest.importorskip("tilewise.kernels.hopper.backward.dropout", reason="Triton is not installed")
-in_forward = pytest.importorskip("tilewise.kernels.hopper.forward.dropout")
+in_forward = pytest.importorskip("tilewise.kernels.hopper.dropout")
 philox = pytest.importorskip("tilewise.kernels.hopper.philox")
 STEP = 64  # keys of a warpgroup, and queries of a step
 P = 0.3

@@ -19,25 +19,45 @@ from emulation.backward_calls import (
     with_a_hidden_overflow,
 )
 from emulation.hopper_calls import bound_backward
-from tilewise.kernels.hopper.arguments import RowStats
+from tilewise.kernels.hopper.arguments import RowStatsAndSeed
 from tilewise.kernels.hopper.backward.config import HopperD192Config, HopperD256Config
-from tilewise.masks import window
+from tilewise.kernels.reference.dropout import keep_tile
+from tilewise.masks import Span, window
 from tilewise.problem.options import ScoreOptions
 
 d192 = pytest.importorskip("tilewise.kernels.hopper.backward.d192", reason="Triton is not installed")
-masking, epilogue, loading, d256, dq_d256, dq_accum, pipeline, products, softmax, tiles, mask_ranges = (
-    pytest.importorskip(f"tilewise.kernels.hopper.{name}") for name in (
-        "backward.masking", "backward.epilogue", "backward.producers", "backward.d256", "backward.dq_d256",
-        "backward.dq_accum", "pipeline", "products", "softmax", "tile_scheduler", "mask_ranges"))
+(masking, epilogue, loading, d256, dq_d256, dq_accum, draws_of_keys, draws_of_queries, pipeline, products, softmax,
+ tiles, mask_ranges) = (pytest.importorskip(f"tilewise.kernels.hopper.{name}") for name in (
+     "backward.masking", "backward.epilogue", "backward.producers", "backward.d256", "backward.dq_d256",
+     "backward.dq_accum", "backward.dropout", "dropout", "pipeline", "products", "softmax", "tile_scheduler",
+     "mask_ranges"))
 gluon_on_cpu, forward_on_cpu = (pytest.importorskip(f"emulation.{name}") for name in (
     "gluon_on_cpu", "forward_on_cpu"))
 Descriptor, Pointer, run = gluon_on_cpu.Descriptor, gluon_on_cpu.Pointer, gluon_on_cpu.run
 
 WIDE = HopperD256Config()
-MODULES = (masking, epilogue, loading, d256, dq_d256, d192, dq_accum, pipeline, products, softmax, tiles, mask_ranges)
+MODULES = (masking, epilogue, loading, d256, dq_d256, d192, dq_accum, draws_of_keys, draws_of_queries, pipeline,
+           products, softmax, tiles, mask_ranges)
+
+
+def draw(*counters):
+    """What the reference's draws need; test_gluon_dropout.py holds the kernel's own against them."""
+    return counters
+
+
+def signed(probs, counters, threshold):
+    """Transposed probabilities, the dropped ones negative, by the reference's draws."""
+    low, high, row, first_query, first_key = map(int, counters)
+    kept = keep_tile(torch.tensor([high << 32 | low & 0xFFFFFFFF]), 1, Span(first_query, first_query + 64),
+                     Span(first_key, first_key + 64), int(threshold) / 2**32, row)[0].mT
+    return torch.where(kept, probs, -probs)
+
+
 CONSTANTS = {(module, "QUERIES"): 64 for module in MODULES if hasattr(module, "QUERIES")} | {
     (module, "LOG2E"): math.log2(math.e) for module in (loading, softmax)} | {(loading, "LOST"): 2.0**24} | {
-    (module, "pack_pairs"): lambda pairs, dtype: pairs.to(dtype) for module in (d256, dq_d256)} | {
+    (module, "pack_pairs"): forward_on_cpu.pack_pairs for module in (d256, dq_d256)} | {
+    (d256, "draw"): draw, (d256, "signed"): signed, (dq_d256, "drop"): forward_on_cpu.drop} | {
+    (mask_ranges, "SPAN"): 16,
     (d256, "load_fragments"): lambda tile: tile.load(None), (d256, "FRAGMENT_COLUMNS"): 128,
     (d256, "as_operand"): lambda fragments, *_: fragments,
     (dq_d256, "K_STAGES"): 2, (softmax, "squashed"): forward_on_cpu.squashed,
@@ -91,6 +111,22 @@ def test_gradients_go_through_the_derivative_of_a_softcap(mask, dims):
     assert not torch.allclose(dk, plain[1], rtol=0.05, atol=0.05), "a softcap that is dropped does not show"
 
 
+@pytest.mark.parametrize(("mask", "dims", "softcap"), [
+    ("full", (256, 256), None), ("causal", (192, 128), None), ("window", (200, 100), 1.5), ("few", (100, 250), None)])
+def test_gradients_leave_out_what_dropout_drops(mask, dims, softcap):
+    random.seed(0)
+    p, seed = 0.25, torch.tensor([-2**40 - 7])
+    problem, tensors = call_of(*MASKS[mask], dims)
+    queries, keys = problem.seeing_queries, problem.seen_keys
+    launch = bound_backward(replace(problem, scores=ScoreOptions(dropout_p=p, softcap=softcap)), WIDE)
+    gradients = (run_part(launch.dq, tensors, tensors[:1], seed=seed)
+                 + run_part(launch.dkdv, tensors, tensors[1:3], seed=seed))
+    kept = keep_tile(seed, problem.b * problem.hq, queries, keys, p, 0).view(problem.b, problem.hq, len(queries), -1)
+    function = None if softcap is None else lambda scores: softcap * torch.tanh(scores / softcap)
+    dq, dk, dv = expected(problem, tensors, function=function, kept=kept.double() / (1.0 - p))
+    compare(gradients, (dq * SCALE, dk, dv))
+
+
 def test_a_hidden_score_that_overflows_adds_nothing_to_gradients_under_a_softcap():
     random.seed(0)
     problem, tensors = with_a_hidden_overflow(*call_of(*MASKS["causal"], (192, 192)))
@@ -126,12 +162,14 @@ def test_nothing_is_written_over_before_the_slowest_warpgroup_has_read_it(dout_s
         assert torch.equal(one, other)
 
 
-def run_part(part, tensors, like, constants=None):
+def run_part(part, tensors, like, constants=None, seed=None):
     """Run one of the kernels, and return its gradients, which are shaped as ``like``."""
     gradients = [torch.full_like(tensor, float("nan")) for tensor in like]
     *read, lse, delta = tensors
     read, written = ([form and Descriptor(tensor, form[0]) for tensor, own in zip(some, forms, strict=True)
                       for form in own] for some, forms in ((read, part.forms[:4]), (gradients, part.forms[6:])))
-    rows = RowStats(Pointer(lse.flatten()), Pointer(delta.flatten()))
-    run(part.kernel, MODULES, part.grid[0], (*read, rows, *written, *part.scalars), CONSTANTS | (constants or {}))
+    rows = RowStatsAndSeed(Pointer(lse.flatten()), Pointer(delta.flatten()), None if seed is None else Pointer(seed))
+    numbers, fixed = part.scalars
+    run(part.kernel, MODULES, part.grid[0], (*read, rows, *written, forward_on_cpu.as_kernels_have(numbers), fixed),
+        CONSTANTS | (constants or {}))
     return gradients

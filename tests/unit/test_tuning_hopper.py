@@ -106,14 +106,15 @@ def test_registers_bound_keys_and_warpgroups():
         assert list(dict.fromkeys(config.kernel for config in tiles)) == kernels
 
 
-def test_a_softcap_has_dq_in_a_kernel_of_its_own_above_128_columns():
-    capped = replace(problem_of(192, 128, kernel="hopper_backward"), scores=ScoreOptions(softcap=3.0))
+@pytest.mark.parametrize("scores", [ScoreOptions(softcap=3.0), ScoreOptions(dropout_p=0.1)], ids=str)
+def test_a_softcap_and_dropout_have_dq_in_a_kernel_of_its_own_above_128_columns(scores):
+    capped = replace(problem_of(192, 128, kernel="hopper_backward"), scores=scores)
     for d in (192, 256):
         problem = replace(capped, d=d)
         assert backward_heuristic(problem) == HopperD256Config()
         tiles = propose_hopper("hopper_backward", problem, DEVICE).tiles
         assert {config.kernel for config in tiles} == {"d256"}
-    with pytest.raises(InvalidInput, match=r"^kernel=d192 for .*; allowed are calls without a softcap\.$"):
+    with pytest.raises(InvalidInput, match=r"^kernel=d192 for .*; allowed are calls without a softcap or dropout\.$"):
         HopperD192Config().columns(capped)
 
 

@@ -321,8 +321,7 @@ def _wrong_dtype_or_dims(problem: AttentionProblem) -> str | None:
     if problem.direction == "backward" and max(problem.d, problem.dv) > WIDEST_WITH_EVERY_OPTION:
         wanted = {"lengths that are data": problem.sequences.are_data, "a bias": problem.scores.bias is not None,
                   "ALiBi": problem.scores.alibi_slopes is not None,
-                  "a score function": problem.scores.score_function is not None,
-                  "dropout": problem.scores.dropout_p > 0.0}
+                  "a score function": problem.scores.score_function is not None}
         if any(wanted.values()):
             return (f"takes, in its backward pass, head dims up to {WIDEST_WITH_EVERY_OPTION} with "
                     f"{' and '.join(name for name, is_wanted in wanted.items() if is_wanted)}, got {problem.d} and "

@@ -284,6 +284,7 @@ _REDUCED = (
     Case("sinks_blind_queries", b=2, sq=77, sk=33, d=16, dv=16, mask=_BOTTOM, sinks=True, layout="bhds"),
     Case("sinks_no_keys", sq=17, sk=0, d=16, dv=16, sinks=True),
     Case("dropout", sq=66, sk=66, d=32, dv=32, dropout_p=0.25),
+    Case("dropout_wide_heads", hq=4, hk=2, sq=66, sk=90, d=256, dv=256, mask=_BOTTOM, dropout_p=0.25),
     Case("dropout_causal_gqa", b=2, hq=4, hk=2, sq=49, sk=70, d=16, dv=16, mask=_BOTTOM, dropout_p=0.5),
 )
 

@@ -69,7 +69,8 @@ def _backward_configs(problem: AttentionProblem, device: DeviceSpec) -> list[Hop
     configs: list[HopperBackwardConfig] = []
     if widest > 128:
         configs += [HopperD256Config(dout_stages=dout_stages) for dout_stages in (2, 1)]
-        configs += [HopperD192Config()] if dk_dv_fit(problem) and problem.scores.softcap is None else []
+        changes_probs = problem.scores.softcap is not None or problem.scores.dropout_p > 0.0
+        configs += [HopperD192Config()] if dk_dv_fit(problem) and not changes_probs else []
     else:
         ways = product(((2, 2), (4, 2), (4, 4)), (False, True) if widest <= 64 else (False,),
                        (D128Variant.DQ_STAGED, D128Variant.DQ_FROM_REGISTERS))

@@ -250,11 +250,12 @@ class BackwardNumbers(NamedTuple):
     first_pair: Any = FirstPair()
 
 
-class RowStats(NamedTuple):
-    """lse and delta, dense."""
+class RowStatsAndSeed(NamedTuple):
+    """Pointers to lse and delta, dense, and with C.HAS_DROPOUT to the seed, else None."""
 
     lse: Any
     delta: Any
+    seed: Any
 
 
 class StridedRows(NamedTuple):

@@ -1,4 +1,4 @@
-"""Which probabilities dropout keeps, as a warpgroup of the forward kernel draws it: 64 queries by keys of a block.
+"""Which probabilities dropout keeps, as a warpgroup draws it whose rows are queries: 64 of them by keys of a block.
 
 The bits are the same in every backend (maths.md, eq. 19). A thread holds queries i and i + 8, and of every 16 keys
 j, j + 1, j + 8 and j + 9. These eight scores share a counter, and Philox is called once for them; nothing passes

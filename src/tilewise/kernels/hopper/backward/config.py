@@ -328,8 +328,8 @@ class HopperD192Config(HopperBackwardConfig):
             raise self._refusal(problem, "head dims of 129 to 192 of q and k, and up to 128 of v")
         if problem.scores.bias is not None:
             raise self._refusal(problem, _NO_BIAS)
-        if problem.scores.softcap is not None:
-            raise self._refusal(problem, "calls without a softcap")
+        if problem.scores.softcap is not None or problem.scores.dropout_p:
+            raise self._refusal(problem, "calls without a softcap or dropout")
         return (128, 64), (128,)
 
 

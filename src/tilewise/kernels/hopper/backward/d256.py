@@ -2,9 +2,10 @@
 
 At 256 columns dK and dV of 64 keys are twice what the registers of a warpgroup hold beside a block of scores. So two
 warpgroups share 64 keys: one computes S and P and accumulates dV, the other computes dP and dS and accumulates dK. All
-that passes between them is P in float32, under a softcap times the tanh's derivative, through shared memory. P and dS
-are left operands from the registers in which they were computed, and so are the first columns of K and V. One producer
-warp loads. dQ has a kernel of its own (dq_d256.py); the rest is as in d128.py.
+that passes between them is P in float32 through shared memory, under a softcap times the tanh's derivative, with
+dropout negative where a pair is dropped. P and dS are left operands from the registers in which they were computed, and
+so are the first columns of K and V. One producer warp loads. dQ has a kernel of its own (dq_d256.py); the rest is as in
+d128.py.
 
 The sides of a tile in shared memory are powers of two: K, V, Q and dO of 192 columns come in two chunks of columns.
 """
@@ -19,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewise.kernels.hopper.backward.d256_types import Args, Inputs, KVTiles, Outputs, Smem
+from tilewise.kernels.hopper.backward.dropout import Draws, draw, score_gradient, signed
 from tilewise.kernels.hopper.backward.epilogue import write_gradient
 from tilewise.kernels.hopper.backward.masking import hide_probs
 from tilewise.kernels.hopper.backward.mmas import SCORE_LAYOUT
@@ -83,6 +85,8 @@ def load(args, smem, C: gl.constexpr):
             place = (tile.batch, head, query)
             offsets = query + gl.arange(0, QUERIES, layout=ONE_WARP)
             lse, delta = fetch_row_stats(inputs.lse, inputs.delta, lse_row, offsets, offsets < bounds.sq)
+            if C.HAS_DROPOUT:
+                delta *= args.dropout.delta_scale
             producer_acquire(q_pipe.empty, count, C.Q_STAGES)
             stage = count % C.Q_STAGES
             load_chunks(inputs.q, q_pipe.tiles, stage, place, q_pipe.full.index(stage))
@@ -188,6 +192,20 @@ def write_gradients(descs, tiles, stage, acc, factor, place, C: gl.constexpr):
 
 
 @gluon.jit
+def draws_of_keys(args, C: gl.constexpr):
+    """Return what the random numbers of a tile of keys are drawn by; () without C.HAS_DROPOUT."""
+    if C.HAS_DROPOUT:
+        tile = args.tile
+        settings = args.dropout
+        seed = gl.load(args.inputs.seed)
+        return Draws(seed.to(gl.uint32), (seed >> 32).to(gl.uint32),
+                     (tile.batch * args.heads + tile.head) * args.group, settings.threshold.to(gl.uint32) << 16,
+                     settings.origin_q, settings.origin_k)
+    else:
+        return ()
+
+
+@gluon.jit
 def accumulate_dv(args, smem, C: gl.constexpr):
     """Consumer, one warpgroup: P of 64 keys and the queries that see them, at least one block of these, and dV."""
     tile, bounds, squash = args.tile, args.bounds, args.scales.squash
@@ -199,18 +217,26 @@ def accumulate_dv(args, smem, C: gl.constexpr):
     mbarrier.wait(kv.full.index(0), 0)
     fragments = load_first_columns(kv.k_tiles)
     dv = zeros_of(args.inputs.v)
+    draws = draws_of_keys(args, C)
+    member = 0
     step = 0
     for count in range(total):
         stage = count % C.Q_STAGES
         consumer_wait(q_pipe.full, count, C.Q_STAGES)
         scores_pending = issue_s_or_dp(kv.k_tiles, q_pipe.tiles, stage, optimization_barrier(0), fragments=fragments)
+        if C.HAS_DROPOUT:
+            words = draw(draws.low, draws.high, draws.first_row + member,
+                         draws.origin_q + q_block_start(step, blocks, C), draws.origin_k + tile.first)
+            member += gl.where(step + 1 == blocks.count, 1, 0)
         lse = smem.row_stats.index(2 * stage).load(gl.SliceLayout(0, SCORE_LAYOUT))
         scores = tanh_of(warpgroup_mma_wait(0, deps=(scores_pending,)), squash)
         probs = gl.exp2(scores * args.scales.scale_log2 - lse[None, :])
         if step < masked:
             probs = hide_probs(probs, q_block_start(step, blocks, C), tile.first, bounds, C)
         step = gl.where(step + 1 == blocks.count, 0, step + 1)
-        packed = pack_pairs(probs, DTYPE)
+        if C.HAS_DROPOUT:
+            probs = signed(probs, words, draws.threshold)
+        packed = pack_pairs(probs, DTYPE, C.HAS_DROPOUT)
         if squash is not None:  # the tanh's derivative is a factor of dS, and not of dV
             probs = times_tanh_derivative(probs, scores, True)
         consumer_wait(dout_pipe.full, count, C.DOUT_STAGES)
@@ -223,7 +249,10 @@ def accumulate_dv(args, smem, C: gl.constexpr):
         consumer_release(dout_pipe.empty, count, C.DOUT_STAGES)
     # When the last dP is done, nothing reads V any more.
     producer_acquire(dout_pipe.empty, total - 1 + C.DOUT_STAGES, C.DOUT_STAGES)
-    write_gradients(args.outputs.dv, kv.v_tiles, 0, dv, 1.0, (tile.batch, tile.head, tile.first), C)
+    factor = 1.0
+    if C.HAS_DROPOUT:
+        factor = args.dropout.dv_scale
+    write_gradients(args.outputs.dv, kv.v_tiles, 0, dv, factor, (tile.batch, tile.head, tile.first), C)
 
 
 @gluon.jit
@@ -240,14 +269,20 @@ def accumulate_dk(args, smem, C: gl.constexpr):
         stage = count % C.Q_STAGES
         consumer_wait(q_pipe.full, count, C.Q_STAGES)
         delta = smem.row_stats.index(2 * stage + 1).load(gl.SliceLayout(0, SCORE_LAYOUT))
-        start = gl.full([64, QUERIES], 0.0, gl.float32, layout=SCORE_LAYOUT) - delta[None, :]
+        start = None
+        if not C.HAS_DROPOUT:
+            start = gl.full([64, QUERIES], 0.0, gl.float32, layout=SCORE_LAYOUT) - delta[None, :]
         consumer_wait(dout_pipe.full, count, C.DOUT_STAGES)
         dprobs_pending = issue_s_or_dp(kv.v_tiles, dout_pipe.tiles, count % C.DOUT_STAGES, optimization_barrier(0),
                                        start, fragments)
         dprobs = warpgroup_mma_wait(0, deps=(dprobs_pending,))
         consumer_wait(probs_pipe.full, count, 1)
         probs = probs_pipe.tiles.index(0).load(SCORE_LAYOUT)
-        dk_pending = issue_accumulate(dk, pack_pairs(probs * dprobs, DTYPE), q_pipe.tiles, stage)
+        if C.HAS_DROPOUT:
+            dscores = score_gradient(probs, dprobs, delta[None, :])
+        else:
+            dscores = probs * dprobs
+        dk_pending = issue_accumulate(dk, pack_pairs(dscores, DTYPE), q_pipe.tiles, stage)
         consumer_release(dout_pipe.empty, count, C.DOUT_STAGES)
         consumer_release(probs_pipe.empty, count, 1)
         dk = finish(dk_pending, 0)
@@ -262,11 +297,11 @@ def hopper_backward_d256_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, 
     """Compute dk and dv; dq has a kernel of its own (dq_d256.py).
 
     Grid: (tiles · heads of k · batches,). A descriptor for each chunk of columns, the second one None where there is
-    one chunk. rows: a RowStats. numbers: a BackwardNumbers.
+    one chunk. rows: a RowStatsAndSeed. numbers: a BackwardNumbers.
     """
     PROBS_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])  # float32: no bank conflicts
     inputs = Inputs(as_tuple(q_desc, q_rest), as_tuple(k_desc, k_rest), as_tuple(v_desc, v_rest),
-                    as_tuple(dout_desc, dout_rest), rows.lse, rows.delta, numbers.group_splits)
+                    as_tuple(dout_desc, dout_rest), rows.lse, rows.delta, rows.seed, numbers.group_splits)
     k_tiles = allocate_stages(inputs.k, 1)
     v_tiles = allocate_stages(inputs.v, 1)
     q_tiles = allocate_stages(inputs.q, C.Q_STAGES)
@@ -281,7 +316,7 @@ def hopper_backward_d256_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, 
     grid = numbers.grid
     tile = kv_tile_at(gl.program_id(0), grid, C)
     args = Args(inputs, Outputs(as_tuple(dk_desc, dk_rest), as_tuple(dv_desc, dv_rest)), tile, grid.heads,
-                numbers.bounds, numbers.group, numbers.scales, ())
+                numbers.bounds, numbers.group, numbers.scales, (), numbers.dropout)
     smem = Smem(kv, q_pipe, dout_pipe, row_stats, probs_pipe, ())
     gl.warp_specialize([(accumulate_dv, (args, smem, C)), (accumulate_dk, (args, smem, C)), (load, (args, smem, C))],
                        [4, 1], [240, 24])

@@ -7,8 +7,8 @@ class Config(NamedTuple):
     """What is fixed when d256.py's or d192.py's kernel is compiled.
 
     HopperBackwardConfig's fields, and which bounds the mask has. D, DV: columns of q and k, and of v, in one or two
-    chunks. CONSUMERS: how many times 64 keys a CTA has. The last ones are what tile_scheduler.py and
-    epilogue.py read, always the same.
+    chunks. CONSUMERS: how many times 64 keys a CTA has. HAS_DROPOUT: of d256.py alone. The last ones are what
+    tile_scheduler.py and epilogue.py read, always the same.
     """
 
     D: tuple[int, ...]
@@ -18,6 +18,7 @@ class Config(NamedTuple):
     DOUT_STAGES: int
     HAS_LOWER: bool
     HAS_UPPER: bool
+    HAS_DROPOUT: bool = False
     DETERMINISTIC: bool = False
     HEAD_PERSISTENT: bool = False
     HAS_CU_SEQLENS: bool = False
@@ -25,26 +26,26 @@ class Config(NamedTuple):
 
 
 class DQConfig(NamedTuple):
-    """What is fixed when dq_d256.py's kernel is compiled: which bounds the mask has.
+    """What is fixed when dq_d256.py's kernel is compiled: which bounds the mask has, and whether there is dropout.
 
     The last ones are what tile_scheduler.py, mask_ranges.py, softmax.py and epilogue.py read, always the same.
     """
 
     HAS_LOWER: bool
     HAS_UPPER: bool
+    HAS_DROPOUT: bool = False
     BLOCK_N: int = 64
     CONSUMERS: int = 2
     PACK_GQA: int = 1
     HAS_CU_SEQLENS: bool = False
     TILES_FROM_END: bool = False
     MASK_PLAN: bool = False
-    HAS_DROPOUT: bool = False
 
 
 class Inputs(NamedTuple):
-    """What is loaded: of q, k, v and dout a TMA descriptor for each chunk of columns, of lse and delta pointers.
+    """What is loaded: of q, k, v and dout a TMA descriptor for each chunk of columns, of the others pointers.
 
-    group_splits: as in BackwardNumbers.
+    seed: of dropout, or None. group_splits: as in BackwardNumbers.
     """
 
     q: Any
@@ -53,6 +54,7 @@ class Inputs(NamedTuple):
     dout: Any
     lse: Any
     delta: Any
+    seed: Any = None
     group_splits: Any = None
 
 
@@ -66,7 +68,7 @@ class Outputs(NamedTuple):
 class Args(NamedTuple):
     """What the launch gives to every warp of the kernels that own keys. group: query heads per kv head.
 
-    tile: the CTA's tile of keys. accum_ptr: the dQ accumulator, of d192.py.
+    tile: the CTA's tile of keys. accum_ptr: the dQ accumulator, of d192.py. dropout: a DropoutNumbers, of d256.py.
     """
 
     inputs: Any
@@ -77,12 +79,21 @@ class Args(NamedTuple):
     group: Any
     scales: Any
     accum_ptr: Any
+    dropout: Any = None
+
+
+class QTile(NamedTuple):
+    """A CTA's tile of queries: its first one, the query head and the batch entry."""
+
+    first: Any
+    head: Any
+    batch: Any
 
 
 class DQArgs(NamedTuple):
     """What the launch gives to every warp of dq_d256.py. group: query heads per kv head.
 
-    tile: the CTA's tile of queries; dq: descriptors, one for each chunk of columns.
+    tile: a QTile; dq: descriptors, one for each chunk of columns. dropout: a DropoutNumbers.
     """
 
     inputs: Any
@@ -92,6 +103,7 @@ class DQArgs(NamedTuple):
     bounds: Any
     group: Any
     scales: Any
+    dropout: Any
 
 
 class KVTiles(NamedTuple):
@@ -152,7 +164,7 @@ class DQSmem(NamedTuple):
 class QView(NamedTuple):
     """64 queries as their warpgroup of dq_d256.py sees them: the first one, their lse to base 2, and delta.
 
-    blocks: of keys, of the CTA's tile.
+    blocks: of keys, of the CTA's tile. draws: a Draws (dropout.py).
     """
 
     row: Any
@@ -160,3 +172,4 @@ class QView(NamedTuple):
     delta: Any
     blocks: Any
     bounds: Any
+    draws: Any

@@ -19,10 +19,12 @@ from tilewise.kernels.hopper.backward.d256 import (
     write_gradients,
     zeros_of,
 )
-from tilewise.kernels.hopper.backward.d256_types import DQArgs, DQSmem, Inputs, QTiles, QView
+from tilewise.kernels.hopper.backward.d256_types import DQArgs, DQSmem, Inputs, QTile, QTiles, QView
+from tilewise.kernels.hopper.backward.dropout import score_gradient
 from tilewise.kernels.hopper.backward.mmas import SCORE_LAYOUT
 from tilewise.kernels.hopper.backward.producers import fetch_row_stats, in_base_2
 from tilewise.kernels.hopper.backward.types import Pipe
+from tilewise.kernels.hopper.dropout import draws_of, drop
 from tilewise.kernels.hopper.mask_ranges import (
     first_block_is_hidden,
     kv_blocks_of,
@@ -90,12 +92,17 @@ def accumulate_blocks(begin, end, dq, view, smem, scales, WG: gl.constexpr, MASK
         if MASKED:
             scores = hide(scores, view.row, n_block_start(step, view.blocks, C), view.bounds, C)
         probs = gl.exp2(scores * scales.scale_log2 - view.lse[:, None])
+        probs = drop(probs, n_block_start(step, view.blocks, C), view.draws, C)
         if scales.squash is not None:
             probs = times_tanh_derivative(probs, tanh, MASKED)
         dprobs = warpgroup_mma_wait(0, deps=(dprobs_pending,))
         consumer_release(v_pipe.empty, step, 1)
-        dscores = pack_pairs(probs * (dprobs - view.delta[:, None]), k_pipe.tiles[0].dtype)
-        dq = finish(issue_accumulate(dq, dscores, k_pipe.tiles, stage), 0)
+        if C.HAS_DROPOUT:
+            dscores = score_gradient(probs, dprobs, view.delta[:, None])
+        else:
+            dscores = probs * (dprobs - view.delta[:, None])
+        packed = pack_pairs(dscores, k_pipe.tiles[0].dtype)
+        dq = finish(issue_accumulate(dq, packed, k_pipe.tiles, stage), 0)
         consumer_release(k_pipe.empty, step, K_STAGES)
     return dq
 
@@ -110,8 +117,11 @@ def attend(args, smem, WG: gl.constexpr, C: gl.constexpr):
     offsets = row + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORE_LAYOUT))
     lse_row = (batch * args.heads + head).to(gl.int64) * bounds.sq
     lse, delta = fetch_row_stats(inputs.lse, inputs.delta, lse_row, offsets, offsets < bounds.sq)
+    if C.HAS_DROPOUT:
+        delta *= args.dropout.delta_scale
     blocks = kv_blocks_of(first, bounds, C)
-    view = QView(row, in_base_2(lse), delta, blocks, bounds)
+    view = QView(row, in_base_2(lse), delta, blocks, bounds,
+                 draws_of(args.tile, row, inputs.seed, args.heads, args.dropout, C))
     masked = masked_blocks_of(row, blocks, bounds, C)
     begin = 0
     if C.HAS_UPPER:
@@ -134,14 +144,15 @@ def hopper_dq_d256_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, dout_d
                           numbers, C: gl.constexpr):
     """Compute dq. Grid: (tiles of 128 queries · heads · batches,). The rest as in hopper_backward_d256_kernel."""
     inputs = Inputs(as_tuple(q_desc, q_rest), as_tuple(k_desc, k_rest), as_tuple(v_desc, v_rest),
-                    as_tuple(dout_desc, dout_rest), rows.lse, rows.delta)
+                    as_tuple(dout_desc, dout_rest), rows.lse, rows.delta, rows.seed)
     q = QTiles(allocate_stages(inputs.q, 2), allocate_stages(inputs.dout, 2), make_barriers(4, 1))
     k_pipe = Pipe(allocate_stages(inputs.k, K_STAGES), make_barriers(K_STAGES, 1), make_barriers(K_STAGES, 2))
     v_pipe = Pipe(allocate_stages(inputs.v, 1), make_barriers(1, 1), make_barriers(1, 2))
     fence_async_shared()
     grid, bounds = numbers.grid, numbers.bounds
-    tile = tile_at(gl.program_id(0), grid, bounds.sq, C)
-    args = DQArgs(inputs, as_tuple(dq_desc, dq_rest), tile, grid.heads, bounds, numbers.group, numbers.scales)
+    first, head, batch = tile_at(gl.program_id(0), grid, bounds.sq, C)
+    args = DQArgs(inputs, as_tuple(dq_desc, dq_rest), QTile(first, head, batch), grid.heads, bounds, numbers.group,
+                  numbers.scales, numbers.dropout)
     smem = DQSmem(q, k_pipe, v_pipe)
     ZERO: gl.constexpr = 0
     ONE: gl.constexpr = 1

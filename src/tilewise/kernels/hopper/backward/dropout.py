@@ -1,4 +1,4 @@
-"""Which probabilities dropout keeps, as a warpgroup of the backward kernel draws it: 64 keys by a block of queries.
+"""Which probabilities dropout keeps, as a warpgroup draws it whose rows are keys: 64 of them by a block of queries.
 
 The bits are the same in every backend (maths.md, eq. 19). In transposed scores a thread holds keys j and j + 8, and
 queries i and i + 8 for each: four scores that share a counter. So it calls Philox 8 times a block, takes 2 words of

@@ -112,7 +112,7 @@ class HopperBackward:
             hopper_augmented_k_kernel, (problem.b * problem.hq * blocks,),
             (sq, problem.hq, blocks, problem.scale, problem.dv, padded_dim(problem.dv), zeros), OPTIONS)
         self.enqueue_dq = Enqueue(hopper_dq_kernel, (parts * problem.b * problem.hq,),
-                                  (sq, problem.hq, parts, sequences.packed, _gradient_scale(problem), problem.d,
+                                  (sq, problem.hq, parts, sequences.packed, gradient_scale(problem), problem.d,
                                    columns, width // columns), OPTIONS)
 
     def _plan_accum(self, problem: AttentionProblem, blocks: int, width: int, columns: int) -> None:
@@ -331,7 +331,8 @@ def d256_kernel_config(problem: AttentionProblem, config: HopperBackwardConfig) 
 
     (d_chunks, dv_chunks), (lower, upper, _count, _is_shifted) = config.columns(problem), bounds_of(problem)
     return Config(D=d_chunks, DV=dv_chunks, CONSUMERS=config.block_n // 64, Q_STAGES=config.q_stages,
-                  DOUT_STAGES=config.dout_stages, HAS_LOWER=lower is not None, HAS_UPPER=upper is not None)
+                  DOUT_STAGES=config.dout_stages, HAS_LOWER=lower is not None, HAS_UPPER=upper is not None,
+                  HAS_DROPOUT=problem.scores.dropout_p > 0.0)
 
 
 def _d64_kernel_config(problem: AttentionProblem, config: HopperBackwardConfig) -> Any:
@@ -378,10 +379,10 @@ def _scales_of(problem: AttentionProblem) -> Scales:
     to_natural, scores = None, problem.scores
     if scores.score_function is not None:
         to_natural = problem.scale if scores.softcap is None else scores.softcap
-    return Scales(_gradient_scale(problem), *scaling_of(problem), to_natural)
+    return Scales(gradient_scale(problem), *scaling_of(problem), to_natural)
 
 
-def _gradient_scale(problem: AttentionProblem) -> float:
+def gradient_scale(problem: AttentionProblem) -> float:
     """Return what dK and dQ are multiplied by: the scale. With dropout dS is computed times 2 (1 - p)."""
     dropout_p = problem.scores.dropout_p
     return problem.scale * 0.5 / (1.0 - dropout_p) if dropout_p else problem.scale

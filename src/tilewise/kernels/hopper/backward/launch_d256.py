@@ -12,7 +12,7 @@ from tilewise.kernels.hopper.arguments import (
     BackwardNumbers,
     BackwardOperands,
     MaskBounds,
-    RowStats,
+    RowStatsAndSeed,
     Scales,
     TileGrid,
 )
@@ -23,11 +23,12 @@ from tilewise.kernels.hopper.backward.launch import (
     allocator_on,
     d256_kernel_config,
     gradient_form,
+    gradient_scale,
     input_form,
     rows_of,
 )
 from tilewise.kernels.hopper.backward.launch_splits import HopperBackwardOfSplits, problem_of_splits
-from tilewise.kernels.hopper.launch import OPTIONS, bounds_of, scaling_of
+from tilewise.kernels.hopper.launch import OPTIONS, bounds_of, dropout_of, scaling_of
 from tilewise.problem import AttentionProblem, Sizes, legal_strides
 
 
@@ -50,7 +51,7 @@ def backward_launch(problem: AttentionProblem, config: HopperBackwardConfig, sch
 
 
 class HopperPart:
-    """One of the kernels, of q, k, v, dout, lse, delta and some gradients.
+    """One of the kernels, of q, k, v, dout, lse, delta, some gradients and with dropout the seed.
 
     Attributes:
         kernel, grid, scalars: what Triton compiles.
@@ -61,14 +62,17 @@ class HopperPart:
         self.enqueue = Enqueue(kernel, self.grid, scalars, OPTIONS, specialized=kernel.arg_names.index("numbers"))
         self.places = operator.itemgetter(*[i if form else len(forms) for i, own in enumerate(forms)
                                             for form in own or [True]])
+        self.stop = sum(len(own) or 1 for own in forms[:6])  # arguments before the seed
 
-    def __call__(self, *tensors: torch.Tensor) -> None:
+    def __call__(self, *tensors: torch.Tensor, seed: torch.Tensor | None = None) -> None:
         """Enqueue it on the current stream of the current device."""
-        self.enqueue(self.places((*[tensor.data_ptr() for tensor in tensors], None)), lambda: self.arguments(tensors),
-                     alike=True)
+        addresses = self.places((*[tensor.data_ptr() for tensor in tensors], None))
+        if seed is not None:
+            addresses = (*addresses[:self.stop], seed.data_ptr(), *addresses[self.stop:])
+        self.enqueue(addresses, lambda: self.arguments(tensors, seed), alike=seed is None)
 
-    def arguments(self, tensors: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
-        """Return a descriptor of each chunk of a tensor's columns; lse and delta as they are, together."""
+    def arguments(self, tensors: tuple[torch.Tensor, ...], seed: torch.Tensor | None = None) -> tuple[Any, ...]:
+        """Return a descriptor of each chunk of a tensor's columns; lse, delta and the seed as they are, together."""
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
         made: list[Any] = []
@@ -76,7 +80,7 @@ class HopperPart:
             made += [form and TensorDescriptor(tensor, list(tensor.shape), legal_strides(tensor), *form)
                      for form in forms]
         of_gradients = sum(map(len, self.forms[6:]))
-        return (*made[:-of_gradients], RowStats(*tensors[4:6]), *made[-of_gradients:])
+        return (*made[:-of_gradients], RowStatsAndSeed(*tensors[4:6], seed), *made[-of_gradients:])
 
 
 class HopperBackwardApart:
@@ -104,27 +108,27 @@ class HopperBackwardApart:
         has_lower, has_upper = (bound is not None for bound in bounds)
         lower, upper = (0 if bound is None else bound + self.queries.start for bound in bounds)
         sq, sk = len(self.queries), len(self.keys)
-        mask, scales = MaskBounds(sq, sk, lower, upper), Scales(problem.scale, *scaling_of(problem))
+        mask, scales = MaskBounds(sq, sk, lower, upper), Scales(gradient_scale(problem), *scaling_of(problem))
+        dropout = dropout_of(problem, self.queries.start)
         tiles, tiles_q = -(-sk // 64), -(-sq // 128)
         self.dkdv = HopperPart(
             hopper_backward_d256_kernel, tiles * problem.b * of_splits.hk,
             (BackwardNumbers(TileGrid(tiles, of_splits.hk, problem.b, schedule.kv_heads_per_swizzle), mask,
-                             of_splits.group, scales,
-                             group_splits=schedule.kv_head_divisor),
+                             of_splits.group, scales, dropout=dropout, group_splits=schedule.kv_head_divisor),
              d256_kernel_config(problem, config)),
             [*sources, of_dk, of_dv])
         self.dq = HopperPart(
             hopper_dq_d256_kernel, tiles_q * problem.b * problem.hq,
             (BackwardNumbers(TileGrid(tiles_q, problem.hq, problem.b, schedule.dq_heads_per_swizzle), mask,
-                             problem.group, scales),
-             DQConfig(HAS_LOWER=has_lower, HAS_UPPER=has_upper)), [*sources, of_dq])
+                             problem.group, scales, dropout=dropout),
+             DQConfig(HAS_LOWER=has_lower, HAS_UPPER=has_upper, HAS_DROPOUT=problem.scores.dropout_p > 0.0)),
+            [*sources, of_dq])
 
     def __call__(self, *tensors: torch.Tensor, operands: BackwardOperands = NO_BACKWARD_OPERANDS) -> None:
-        """Enqueue the kernels on the current stream of the current device; they read no operand."""
-        del operands
+        """Enqueue the kernels on the current stream of the current device; of the operands they read the seed."""
         q, k, v, dout, lse, delta, dq, dk, dv = self._read(tensors)
-        self.dkdv(q, k, v, dout, lse, delta, dk, dv)
-        self.dq(q, k, v, dout, lse, delta, dq)
+        self.dkdv(q, k, v, dout, lse, delta, dk, dv, seed=operands.seed)
+        self.dq(q, k, v, dout, lse, delta, dq, seed=operands.seed)
 
     def _read(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         return tensors if self.reads_all else rows_of(tensors, self.queries, self.keys)

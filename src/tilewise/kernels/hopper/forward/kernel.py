@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewise.kernels.hopper.compat import COPIES_LEFT_OPERANDS, tma_store_wait
-from tilewise.kernels.hopper.forward.dropout import draws_of, drop
+from tilewise.kernels.hopper.dropout import draws_of, drop
 from tilewise.kernels.hopper.forward.epilogue import Outputs, Rows, floats_per_partial, write
 from tilewise.kernels.hopper.forward.producer import load
 from tilewise.kernels.hopper.forward.scores import bias_of_step, modify_scores, score_mod_of_tile
