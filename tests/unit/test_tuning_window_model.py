@@ -17,8 +17,9 @@ from tilewise.tuning.window_model import has_window, window_time
 
 
 def problem_of(d, mask, heads=(32, 32), s=8192, **fields):
-    return AttentionProblem(b=1, hq=heads[0], hk=heads[1], sq=s, sk=s, d=d, dv=d, dtype=torch.bfloat16,
-                            device=torch.device("cuda", 0), scale=1.0, mask=mask, **fields)
+    sizes = {"b": 1, "sq": s, "sk": s} | fields
+    return AttentionProblem(hq=heads[0], hk=heads[1], d=d, dv=d, dtype=torch.bfloat16, device=torch.device("cuda", 0),
+                            scale=1.0, mask=mask, **sizes)
 
 
 def chosen(problem):
@@ -51,7 +52,15 @@ def test_packed_sequences_have_blocks_that_fit_the_window_and_tiles_of_one_head(
     for keys, block_n in ((128, 64), (512, 128)):
         problem = problem_of(64, window(keys - 1, 0), (32, 4), sequences=sequences)
         assert chosen(problem) == (2, block_n, 1)
-        assert chosen(replace(problem, deterministic=True)) == (2, block_n, 1)
+
+
+@pytest.mark.parametrize("sequences", [
+    Sequences(5, OperandSpec((6,), (1,), torch.int32), OperandSpec((6,), (1,), torch.int32)),
+    Sequences(seqlens_k=OperandSpec((1,), (1,), torch.int32))], ids=str)
+def test_neighbours_do_not_change_the_tile_of_a_deterministic_call(sequences):
+    for keys, block_n in ((128, 64), (512, 128)):
+        problem = problem_of(64, window(keys - 1, 0), (16, 16), sequences=sequences, deterministic=True)
+        assert {chosen(replace(problem, sq=s, sk=s)) for s in (700, 1024, 2800, 8192)} == {(2, block_n, 1)}
 
 
 def test_a_bias_and_a_score_function_and_few_tiles_keep_the_blocks_that_were_timed():
@@ -77,6 +86,12 @@ def test_a_deterministic_calls_tile_is_that_of_one_batch_element():
     ids=str)
 def test_a_window_ends_on_both_sides(mask, is_window):
     assert has_window(problem_of(64, mask)) == is_window
+
+
+def test_one_query_sees_one_block_of_its_window():
+    problem = problem_of(64, window(127, 0, "bottom_right"), (64, 8), b=64, sq=1)
+    assert chosen(problem) == (2, 128, 8)
+    assert chosen(replace(problem, sq=4)) == (2, 64, 8)
 
 
 def test_no_more_keys_are_counted_than_there_are():

@@ -38,9 +38,10 @@ def window_time(problem: AttentionProblem, config: HopperForwardConfig, pack_gqa
     """
     assert problem.mask.left is not None
     assert problem.mask.right is not None
-    keys = problem.mask.left + problem.mask.right + 64 * config.consumers // pack_gqa
+    queries, around = 64 * config.consumers // pack_gqa, problem.mask.left + problem.mask.right
+    keys = around + queries
     if not problem.sequences.are_data:
-        keys = min(keys, problem.sk)
+        keys = min(around + min(queries, problem.sq), problem.sk)
     columns = sum(map(sum, config.head_dim_chunks(problem)))
     tile, block = _TILE + _TILE_COLUMN * columns, _BLOCK + config.block_n / 128 * max(_SOFTMAX, _COLUMN * columns)
     if config.consumers == 3:
