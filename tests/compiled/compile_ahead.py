@@ -276,7 +276,7 @@ def prepare_hopper(request):
         if config.kernel == "d256":
             launch = launch.dq if request["part"] == "dq" else launch.dkdv
             written = written[:1] if request["part"] == "dq" else written[1:3]
-            arguments = launch.arguments((*taken, *written), operands.seed)
+            arguments = launch.arguments((*taken[:4], *written), *taken[4:], read_too)
         else:
             read = torch.empty(launch.columns_shape, dtype=torch.bfloat16) if config.augmented_k else rows
             counter = torch.empty(1, dtype=torch.int32) if config.dynamic_tiles else None

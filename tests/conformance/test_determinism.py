@@ -30,7 +30,7 @@ def test_repeats_are_bit_equal(backend, name, device, main_dtype):
 
 @pytest.mark.parametrize(("d", "dv"), [(256, 256), (192, 128), (64, 200)])
 def test_repeats_of_wide_heads_are_bit_equal(backend, d, dv, device, main_dtype):
-    """On Hopper, dQ of these heads has a kernel of its own, at 192 and 128 for such calls alone."""
+    """On Hopper, dQ of these heads has a kernel of its own, at 192 and 128 not in plain calls."""
     length = 70 if device.type == "cpu" else 1000
     case = Case("wide", b=2, hq=4, hk=2, sq=length, sk=length + 30, d=d, dv=dv, mask=causal("bottom_right"))
     inputs = make_inputs(case, main_dtype, device)

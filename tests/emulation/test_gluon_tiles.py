@@ -282,7 +282,7 @@ def test_wide_heads_come_in_tiles_whose_sides_are_powers_of_two(d, dv, of_q, of_
     problem = replace(problem_of(1000, 1000, d=d, heads=(4, 2)), dv=dv)
     launch = bound_backward(problem, WIDE)
     assert (launch.dkdv.grid, launch.dq.grid) == ((2 * 16,), (4 * 8,))
-    sources = [of_q, of_q, of_v, of_v, (), ()]
+    sources = [of_q, of_q, of_v, of_v]
     for part, forms in ((launch.dkdv, [*sources, of_q, of_v]), (launch.dq, [*sources, of_q])):
         assert part.forms == [[columns and ([1, 1, 64, columns], ANY) for columns in pair] for pair in forms]
 

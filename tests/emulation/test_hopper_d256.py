@@ -1,5 +1,6 @@
 """The Hopper backward kernels of wide heads: their source on the CPU."""
 
+import itertools
 import math
 import random
 import time
@@ -19,25 +20,32 @@ from emulation.backward_calls import (
     with_a_hidden_overflow,
 )
 from emulation.hopper_calls import bound_backward
-from tilewise.kernels.hopper.arguments import RowStatsAndSeed
+from tilewise.kernels.hopper.arguments import NO_BACKWARD_OPERANDS, BackwardOperands, Lengths, WideHeadPointers
 from tilewise.kernels.hopper.backward.config import HopperD192Config, HopperD256Config
 from tilewise.kernels.reference.dropout import keep_tile
-from tilewise.masks import Span, window
-from tilewise.problem.options import ScoreOptions
+from tilewise.masks import Mask, Span, causal, window
+from tilewise.problem.options import OperandSpec, ScoreOptions
+from tilewise.problem.sequences import Sequences
 
 d192 = pytest.importorskip("tilewise.kernels.hopper.backward.d192", reason="Triton is not installed")
-(masking, epilogue, loading, d256, dq_d256, dq_accum, draws_of_keys, draws_of_queries, pipeline, products, softmax,
- tiles, mask_ranges) = (pytest.importorskip(f"tilewise.kernels.hopper.{name}") for name in (
+(masking, epilogue, loading, d256, dq_d256, q_tile, dq_accum, draws_of_keys, draws_of_queries, pipeline, products,
+ softmax, tiles, varlen, mask_ranges) = (pytest.importorskip(f"tilewise.kernels.hopper.{name}") for name in (
      "backward.masking", "backward.epilogue", "backward.producers", "backward.d256", "backward.dq_d256",
-     "backward.dq_accum", "backward.dropout", "dropout", "pipeline", "products", "softmax", "tile_scheduler",
-     "mask_ranges"))
+     "backward.q_tile", "backward.dq_accum", "backward.dropout", "dropout", "pipeline", "products", "softmax",
+     "tile_scheduler", "varlen", "mask_ranges"))
 gluon_on_cpu, forward_on_cpu = (pytest.importorskip(f"emulation.{name}") for name in (
     "gluon_on_cpu", "forward_on_cpu"))
 Descriptor, Pointer, run = gluon_on_cpu.Descriptor, gluon_on_cpu.Pointer, gluon_on_cpu.run
 
 WIDE = HopperD256Config()
-MODULES = (masking, epilogue, loading, d256, dq_d256, d192, dq_accum, draws_of_keys, draws_of_queries, pipeline,
-           products, softmax, tiles, mask_ranges)
+MODULES = (masking, epilogue, loading, d256, dq_d256, q_tile, d192, dq_accum, draws_of_keys, draws_of_queries, pipeline,
+           products, softmax, tiles, varlen, mask_ranges)
+
+
+def clear_rows(tiles, stage, begin, stop, width):
+    """By rows: the kernel's own knows in which order a tile lies in memory, which the tiles here do not have."""
+    tile, rows = tiles.index(stage).reshape([64, width]), torch.arange(64)
+    tile.store(torch.where(((rows >= begin) & (rows < stop))[:, None], tile.load(None), 0.0))
 
 
 def draw(*counters):
@@ -56,8 +64,9 @@ def signed(probs, counters, threshold):
 CONSTANTS = {(module, "QUERIES"): 64 for module in MODULES if hasattr(module, "QUERIES")} | {
     (module, "LOG2E"): math.log2(math.e) for module in (loading, softmax)} | {(loading, "LOST"): 2.0**24} | {
     (module, "pack_pairs"): forward_on_cpu.pack_pairs for module in (d256, dq_d256)} | {
-    (d256, "draw"): draw, (d256, "signed"): signed, (dq_d256, "drop"): forward_on_cpu.drop} | {
-    (mask_ranges, "SPAN"): 16,
+    (d256, "clear_rows"): clear_rows, (d256, "draw"): draw,
+    (d256, "signed"): signed, (dq_d256, "drop"): forward_on_cpu.drop} | {
+    (mask_ranges, "SPAN"): 16, (varlen, "_CHUNK"): 128, (varlen, "_CLEARED"): 32,
     (d256, "load_fragments"): lambda tile: tile.load(None), (d256, "FRAGMENT_COLUMNS"): 128,
     (d256, "as_operand"): lambda fragments, *_: fragments,
     (dq_d256, "K_STAGES"): 2, (softmax, "squashed"): forward_on_cpu.squashed,
@@ -119,12 +128,75 @@ def test_gradients_leave_out_what_dropout_drops(mask, dims, softcap):
     problem, tensors = call_of(*MASKS[mask], dims)
     queries, keys = problem.seeing_queries, problem.seen_keys
     launch = bound_backward(replace(problem, scores=ScoreOptions(dropout_p=p, softcap=softcap)), WIDE)
-    gradients = (run_part(launch.dq, tensors, tensors[:1], seed=seed)
-                 + run_part(launch.dkdv, tensors, tensors[1:3], seed=seed))
+    operands = BackwardOperands(seed=seed)
+    gradients = (run_part(launch.dq, tensors, tensors[:1], operands=operands)
+                 + run_part(launch.dkdv, tensors, tensors[1:3], operands=operands))
     kept = keep_tile(seed, problem.b * problem.hq, queries, keys, p, 0).view(problem.b, problem.hq, len(queries), -1)
     function = None if softcap is None else lambda scores: softcap * torch.tanh(scores / softcap)
     dq, dk, dv = expected(problem, tensors, function=function, kept=kept.double() / (1.0 - p))
     compare(gradients, (dq * SCALE, dk, dv))
+
+
+LENGTHS = {
+    "packed": ((120, 0, 180, 1), (211, 40, 50, 70), None),
+    "packed_padded": ((120, 60, 180), (211, 40, 110), ((100, 60, 131), (64, 0, 97))),
+    "padded": ((190, 190), (230, 230), ((150, 0), (201, 230)))}
+BANDS = {"full": Mask(), "causal": causal("bottom_right"), "window": window(60, 10, "top_left")}
+
+
+@pytest.mark.parametrize(("lengths", "mask", "dims", "options"), [
+    ("packed", "full", (256, 256), {}), ("packed", "causal", (192, 128), {}), ("packed", "window", (72, 136), {}),
+    ("packed_padded", "causal", (256, 256), {}), ("packed_padded", "window", (192, 192), {"dropout_p": 0.25}),
+    ("padded", "full", (192, 128), {"softcap": 1.5}), ("padded", "causal", (256, 256), {"dropout_p": 0.25}),
+    ("padded", "window", (136, 40), {})])
+def test_sequences_are_alone_among_others_and_padding_reaches_nothing(lengths, mask, dims, options):
+    """Padding is NaN, in every input but lse and delta, and every gradient of it is 0."""
+    random.seed(0)
+    torch.manual_seed(0)
+    (of_q, of_k, used), (d, dv), seed = LENGTHS[lengths], dims, torch.tensor([2**40 + 7])
+    packed, (hq, hk), used = lengths != "padded", (4, 2), used or (of_q, of_k)
+    entries, sizes = (1, (sum(of_q), sum(of_k))) if packed else (len(of_q), (of_q[0], of_k[0]))
+    q, k, v, dout = (torch.full((entries, heads, size, columns), torch.nan, dtype=torch.float16)
+                     for heads, size, columns in ((hq, sizes[0], d), (hk, sizes[1], d), (hk, sizes[1], dv),
+                                                  (hq, sizes[0], dv)))
+    lse, delta = torch.full(q.shape[:3], -torch.inf), torch.full(q.shape[:3], torch.nan)
+    borders = [[0, *itertools.accumulate(own)] for own in (of_q, of_k)]
+    wanted = [torch.zeros_like(one, dtype=torch.float64) for one in (q, k, v)]
+    function = (lambda scores: 1.5 * torch.tanh(scores / 1.5)) if "softcap" in options else None
+    p = options.get("dropout_p", 0.0)
+    for n, (sq, sk) in enumerate(zip(*used, strict=True)):
+        whole, own = call_of(BANDS[mask], (max(sq, 1), max(sk, 1)), (hq, hk), dims, b=1)
+        entry, (row_q, row_k) = (0, (borders[0][n], borders[1][n])) if packed else (n, (0, 0))
+        rows_q, rows_k = slice(row_q, row_q + sq), slice(row_k, row_k + sk)
+        torch.manual_seed(n)
+        for one, rows in ((q, rows_q), (dout, rows_q), (k, rows_k), (v, rows_k)):
+            one[entry, :, rows] = torch.randn_like(one[entry, :, rows])
+        lse[entry, :, rows_q], delta[entry, :, rows_q] = torch.randn(2, hq, sq) + torch.tensor([[[4.0]], [[0.0]]])
+        if not sq or not sk:
+            continue
+        visible = BANDS[mask].visible(sq, sk)
+        blind = ~visible.any(1)
+        lse[entry, :, rows_q][:, blind] = -torch.inf
+        own = [one[entry:entry + 1, :, rows] for one, rows in (
+            (q, rows_q), (k, rows_k), (v, rows_k), (dout, rows_q), (lse, rows_q), (delta, rows_q))]
+        own[4] = own[4].masked_fill(own[4].isinf(), torch.inf)  # P is 0 of those that see nothing
+        kept = keep_tile(seed, hq, Span(0, sq), Span(0, sk), p, n * hq).double() / (1.0 - p)
+        found = expected(replace(whole, sq=sq, sk=sk), own, visible=visible, function=function, kept=kept)
+        for one, part, rows in zip(wanted, found, (rows_q, rows_k, rows_k), strict=True):
+            one[entry, :, rows] = part[0]
+    spec = OperandSpec((len(of_q) + 1,), (1,), torch.int32)
+    of_used = OperandSpec((len(of_q),), (1,), torch.int32) if used != (of_q, of_k) else None
+    sequences = Sequences(len(of_q), spec, spec, of_used, of_used) if packed else Sequences(
+        seqlens_q=of_used, seqlens_k=of_used)
+    problem = replace(whole, b=entries, sq=sizes[0], sk=sizes[1], mask=BANDS[mask], sequences=sequences,
+                      scores=ScoreOptions(**options))
+    cu = [torch.tensor(own, dtype=torch.int32) if packed else None for own in borders]
+    some = [torch.tensor(own, dtype=torch.int32) if of_used else None for own in used]
+    operands = BackwardOperands(Lengths(*cu, *some), seed if p else None)
+    launch, tensors = bound_backward(problem, WIDE), (q, k, v, dout, lse, delta)
+    dq, dk, dv = (run_part(launch.dq, tensors, tensors[:1], operands=operands)
+                  + run_part(launch.dkdv, tensors, tensors[1:3], operands=operands))
+    compare((dq, dk, dv), (wanted[0] * SCALE, *wanted[1:]))
 
 
 def test_a_hidden_score_that_overflows_adds_nothing_to_gradients_under_a_softcap():
@@ -162,14 +234,18 @@ def test_nothing_is_written_over_before_the_slowest_warpgroup_has_read_it(dout_s
         assert torch.equal(one, other)
 
 
-def run_part(part, tensors, like, constants=None, seed=None):
+def run_part(part, tensors, like, constants=None, operands=NO_BACKWARD_OPERANDS):
     """Run one of the kernels, and return its gradients, which are shaped as ``like``."""
     gradients = [torch.full_like(tensor, float("nan")) for tensor in like]
     *read, lse, delta = tensors
     read, written = ([form and Descriptor(tensor, form[0]) for tensor, own in zip(some, forms, strict=True)
-                      for form in own] for some, forms in ((read, part.forms[:4]), (gradients, part.forms[6:])))
-    rows = RowStatsAndSeed(Pointer(lse.flatten()), Pointer(delta.flatten()), None if seed is None else Pointer(seed))
+                      for form in own] for some, forms in ((read, part.forms[:4]), (gradients, part.forms[4:])))
+    seed, *lengths = (one if one is None else Pointer(one) for one in (operands.seed, *operands.lengths))
+    by_pointers = [Pointer(one.view(-1)) for one in gradients] if part.is_packed else []
+    pointers = WideHeadPointers(Pointer(lse.flatten()), Pointer(delta.flatten()), seed,
+                                *[*by_pointers, None, None][:2], Lengths(*lengths))
     numbers, fixed = part.scalars
-    run(part.kernel, MODULES, part.grid[0], (*read, rows, *written, forward_on_cpu.as_kernels_have(numbers), fixed),
+    run(part.kernel, MODULES, part.grid[0],
+        (*read, *written, pointers, forward_on_cpu.as_kernels_have(numbers), fixed),
         CONSTANTS | (constants or {}))
     return gradients

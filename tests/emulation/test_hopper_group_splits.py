@@ -19,6 +19,7 @@ from emulation.backward_calls import (
 )
 from emulation.hopper_calls import bound_backward
 from tilewise.errors import InvalidInput
+from tilewise.kernels.hopper.arguments import BackwardOperands
 from tilewise.kernels.hopper.backward.config import (
     D128Variant,
     HopperD64Config,
@@ -27,7 +28,9 @@ from tilewise.kernels.hopper.backward.config import (
     HopperD192Config,
     HopperD256Config,
 )
+from tilewise.kernels.reference.dropout import keep_tile
 from tilewise.masks import causal, window
+from tilewise.problem.options import ScoreOptions
 
 backward_on_cpu, wide_heads = (pytest.importorskip(f"emulation.{name}", reason="Triton is not installed") for name in (
     "backward_on_cpu", "test_hopper_d256"))
@@ -75,14 +78,18 @@ def test_each_split_reads_the_bias_of_its_own_heads():
     compare((dq, summed(dk, 2), summed(dv, 2)), expected(problem, tensors, taken_off=taken_off_by(problem, bias)))
 
 
-@pytest.mark.parametrize("splits", [2, 4])
-def test_splits_of_wide_heads(splits):
+@pytest.mark.parametrize(("splits", "dropout_p"), [(2, 0.0), (4, 0.0), (2, 0.25)])
+def test_splits_of_wide_heads(splits, dropout_p):
     random.seed(0)
     problem, tensors = split_call(MASKS["causal"], 200)
-    launch = bound_backward(problem, HopperD256Config(), group_splits=splits)
-    (dq,) = wide_heads.run_part(launch.launch.dq, tensors, tensors[:1])
-    dk, dv = wide_heads.run_part(launch.launch.dkdv, tensors, backward_on_cpu.filled_splits(launch))
-    wanted = expected(problem, tensors)
+    operands = BackwardOperands(seed=torch.tensor([5]) if dropout_p else None)
+    launch = bound_backward(replace(problem, scores=ScoreOptions(dropout_p=dropout_p)), HopperD256Config(),
+                            group_splits=splits)
+    (dq,) = wide_heads.run_part(launch.launch.dq, tensors, tensors[:1], operands=operands)
+    dk, dv = wide_heads.run_part(launch.launch.dkdv, tensors, backward_on_cpu.filled_splits(launch), operands=operands)
+    kept = keep_tile(torch.tensor([5]), problem.b * problem.hq, problem.seeing_queries, problem.seen_keys, dropout_p)
+    kept = kept.unflatten(0, (problem.b, problem.hq)).double() / (1.0 - dropout_p)
+    wanted = expected(problem, tensors, kept=kept)
     compare((dq, summed(dk, splits), summed(dv, splits)), (wanted[0] * SCALE, *wanted[1:]))
 
 

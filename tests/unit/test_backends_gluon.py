@@ -99,10 +99,8 @@ def test_every_memory_order_of_batch_heads_and_positions_is_taken_and_is_that_of
 
 
 @pytest.mark.parametrize(("problem", "reason"), [
-    (problem_of(dims=(64, 256), sequences=LENGTHS),
-     "takes, in its backward pass, head dims up to 128 with lengths that are data, got 64 and 256"),
-    (problem_of(dims=(256, 256), sequences=LENGTHS, scores=ScoreOptions(dropout_p=0.5)), "takes, in its backward pass, "
-     "head dims up to 128 with lengths that are data, got 256 and 256"),
+    (problem_of(dims=(64, 256), scores=ScoreOptions(alibi_slopes=SLOPES)),
+     "takes, in its backward pass, head dims up to 128 with ALiBi, got 64 and 256"),
     (problem_of(sequences=LENGTHS, deterministic=True),
      "takes, in its backward pass, no lengths that are data where deterministic=True, got padded sequences"),
     (problem_of((700, 900), b=1, mask=causal("bottom_right"), sequences=PACKED, deterministic=True),
@@ -117,6 +115,8 @@ def test_forward_takes_what_backward_refuses(problem, reason):
     problem_of(scores=DROPS), problem_of(dims=(128, 64), scores=DROPS, deterministic=True),
     problem_of(scores=ScoreOptions(softcap=30.0, sinks=SINKS, dropout_p=0.5)),
     problem_of(dims=(64, 256), scores=ScoreOptions(softcap=30.0, dropout_p=0.5)),
+    problem_of((700, 900), dims=(256, 256), b=1, mask=causal("bottom_right"), sequences=PACKED, scores=DROPS),
+    problem_of(dims=(192, 128), sequences=LENGTHS, scores=DROPS),
     problem_of(scores=DROPS, sequences=LENGTHS),
     problem_of((700, 900), b=1, mask=causal("bottom_right"), sequences=PACKED, scores=DROPS),
     problem_of((512, 700), mask=causal("bottom_right"), scores=DROPS),
@@ -203,8 +203,9 @@ def test_each_refusal_of_a_bias_says_what_was_got(problem, reason):
      "needs a triton function, got sees without one; backend='reference' takes a torch function"),
     (problem_of(dims=(64, 256), scores=ScoreOptions(alibi_slopes=SLOPES)).backward(lse_grad=False),
      "takes, in its backward pass, head dims up to 128 with ALiBi, got 64 and 256"),
-    (problem_of(dims=(64, 256), scores=ScoreOptions(alibi_slopes=SLOPES), sequences=LENGTHS).backward(lse_grad=False),
-     "takes, in its backward pass, head dims up to 128 with lengths that are data and ALiBi, got 64 and 256"),
+    (problem_of(dims=(64, 256), scores=ScoreOptions(alibi_slopes=SLOPES, score_function=FUNCTION)).backward(
+        lse_grad=False),
+     "takes, in its backward pass, head dims up to 128 with ALiBi and a score function, got 64 and 256"),
     (problem_of((512, 700), mask=window(100, 0, "bottom_right"), scores=DROPS).backward(lse_grad=False),
      FIRSTS + "0 and 88"),
     (problem_of((700, 512), mask=causal("bottom_right"), scores=DROPS).backward(lse_grad=False), FIRSTS + "188 and 0"),

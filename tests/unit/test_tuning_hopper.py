@@ -106,23 +106,24 @@ def test_registers_bound_keys_and_warpgroups():
         assert list(dict.fromkeys(config.kernel for config in tiles)) == kernels
 
 
-@pytest.mark.parametrize("scores", [ScoreOptions(softcap=3.0), ScoreOptions(dropout_p=0.1)], ids=str)
-def test_a_softcap_and_dropout_have_dq_in_a_kernel_of_its_own_above_128_columns(scores):
-    capped = replace(problem_of(192, 128, kernel="hopper_backward"), scores=scores)
-    for d in (192, 256):
-        problem = replace(capped, d=d)
-        assert backward_heuristic(problem) == HopperD256Config()
-        tiles = propose_hopper("hopper_backward", problem, DEVICE).tiles
-        assert {config.kernel for config in tiles} == {"d256"}
-    with pytest.raises(InvalidInput, match=r"^kernel=d192 for .*; allowed are calls without a softcap or dropout\.$"):
-        HopperD192Config().columns(capped)
-
-
 UNFIT = {"d": {"d": 136}, "dv": {"dv": 136}, "scale": {"scale": 2.0**-41}, "negative": {"scale": -1.0},
          "function": {"scores": ScoreOptions(score_function=FunctionSpec(FunctionCode("f", None, None, None, 0), ()))},
          "softcap": {"scores": ScoreOptions(softcap=3.0)}, "dropout": {"scores": ScoreOptions(dropout_p=0.1)},
          "alibi": {"scores": ScoreOptions(alibi_slopes=OperandSpec((1, 2), (2, 1), torch.float32))},
          "lengths": {"sequences": Sequences(seqlens_k=OperandSpec((1,), (1,), torch.int32))}}
+
+
+@pytest.mark.parametrize("name", ["softcap", "dropout", "lengths"])
+def test_some_options_have_dq_in_a_kernel_of_its_own_above_128_columns(name):
+    capped = replace(problem_of(192, 128, kernel="hopper_backward"), **UNFIT[name])
+    for d in (192, 256):
+        problem = replace(capped, d=d)
+        assert backward_heuristic(problem) == HopperD256Config()
+        tiles = propose_hopper("hopper_backward", problem, DEVICE).tiles
+        assert {config.kernel for config in tiles} == {"d256"}
+    allowed = r"calls without a softcap, dropout or lengths that are data\."
+    with pytest.raises(InvalidInput, match=rf"^kernel=d192 for .*; allowed are {allowed}$"):
+        HopperD192Config().columns(capped)
 
 
 @pytest.mark.parametrize("fields", UNFIT.values(), ids=UNFIT)

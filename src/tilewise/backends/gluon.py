@@ -319,7 +319,7 @@ def _wrong_dtype_or_dims(problem: AttentionProblem) -> str | None:
     if max(problem.d, problem.dv) > WIDEST:
         return f"takes head dims up to {WIDEST}, got {problem.d} and {problem.dv}"
     if problem.direction == "backward" and max(problem.d, problem.dv) > WIDEST_WITH_EVERY_OPTION:
-        wanted = {"lengths that are data": problem.sequences.are_data, "a bias": problem.scores.bias is not None,
+        wanted = {"a bias": problem.scores.bias is not None,
                   "ALiBi": problem.scores.alibi_slopes is not None,
                   "a score function": problem.scores.score_function is not None}
         if any(wanted.values()):
@@ -438,6 +438,8 @@ def _wrong_strides(problem: AttentionProblem) -> str | None:
         moved.append(("out", queries if problem.sequences.packed is None else (2, 2, 2), problem.out_strides))
     else:
         keys = keys if problem.sequences.packed is None else (2, 2, 2)
+        if max(problem.d, problem.dv) > WIDEST_WITH_EVERY_OPTION:
+            queries = queries if problem.sequences.packed is None else (2, 2, 2)
         moved += zip(("dq", "dk", "dv"), (queries, keys, keys), _gradient_strides(problem), strict=True)
     for name, sizes, strides in moved:
         if not has_legal_strides(sizes, strides, itemsize):

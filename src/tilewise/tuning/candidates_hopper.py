@@ -14,7 +14,7 @@ from tilewise.kernels.hopper.backward.config import (
     HopperD192Config,
     HopperD256Config,
     augmented_k_fits,
-    dk_dv_fit,
+    owns_keys,
 )
 from tilewise.kernels.hopper.forward.config import HopperForwardConfig
 from tilewise.problem import AttentionProblem
@@ -69,8 +69,7 @@ def _backward_configs(problem: AttentionProblem, device: DeviceSpec) -> list[Hop
     configs: list[HopperBackwardConfig] = []
     if widest > 128:
         configs += [HopperD256Config(dout_stages=dout_stages) for dout_stages in (2, 1)]
-        changes_probs = problem.scores.softcap is not None or problem.scores.dropout_p > 0.0
-        configs += [HopperD192Config()] if dk_dv_fit(problem) and not changes_probs else []
+        configs += [HopperD192Config()] if owns_keys(problem) else []
     else:
         ways = product(((2, 2), (4, 2), (4, 4)), (False, True) if widest <= 64 else (False,),
                        (D128Variant.DQ_STAGED, D128Variant.DQ_FROM_REGISTERS))

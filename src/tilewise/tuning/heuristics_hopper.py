@@ -19,7 +19,7 @@ from tilewise.kernels.hopper.backward.config import (
     HopperD256Config,
     HopperDbiasConfig,
     augmented_k_fits,
-    dk_dv_fit,
+    owns_keys,
 )
 from tilewise.kernels.hopper.forward.config import HopperForwardConfig, pieces_of
 from tilewise.problem import AttentionProblem
@@ -171,16 +171,14 @@ def backward_heuristic(problem: AttentionProblem, num_sms: int = NUM_SMS) -> Hop
     has a second tile. Without augmented K registers hold the next block's S there (+0 to 7 %), and dQ is accumulated
     from registers (+7 to 16 %). Wider heads leave no choice: where registers hold all columns of dK and dV of 64 keys
     each warpgroup has keys of its own (at 192 and 128 1.2 to 1.4 times as fast as sharing them), unless dq is wanted in
-    a fixed order or there is a softcap or dropout; else two share them.
+    a fixed order or there is a softcap, dropout or lengths that are data; else two share them.
     The ring of a bias takes shared memory: a variant beside which it does not fit is not chosen. With a score function
     other variants were not timed: these are the ones of which Triton 3.6 to 3.9 leave the fewest descriptors of
     products that are not alike on every path of the code.
     """
     widest = max(problem.d, problem.dv)
     if widest > 128:
-        own_keys = (dk_dv_fit(problem) and not problem.deterministic and problem.scores.softcap is None
-                    and not problem.scores.dropout_p)
-        return HopperD192Config() if own_keys else HopperD256Config()
+        return HopperD192Config() if owns_keys(problem) and not problem.deterministic else HopperD256Config()
     if widest <= 64 and augmented_k_fits(problem):
         return _d64_config(problem, num_sms)
     has_function = problem.scores.score_function is not None

@@ -250,12 +250,20 @@ class BackwardNumbers(NamedTuple):
     first_pair: Any = FirstPair()
 
 
-class RowStatsAndSeed(NamedTuple):
-    """Pointers to lse and delta, dense, and with C.HAS_DROPOUT to the seed, else None."""
+class WideHeadPointers(NamedTuple):
+    """Pointers of the kernels of heads above 128 columns: to lse and delta, dense, and others, or None's.
+
+    seed: with C.HAS_DROPOUT. first, second: of packed sequences, past whose last row copies by TMA would write, the
+    gradients that the kernel writes, dk and dv or dq. lengths: where one does not begin at a multiple of 16, a kernel
+    is compiled for that.
+    """
 
     lse: Any
     delta: Any
     seed: Any
+    first: Any
+    second: Any
+    lengths: Lengths
 
 
 class StridedRows(NamedTuple):

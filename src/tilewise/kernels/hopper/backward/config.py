@@ -328,14 +328,14 @@ class HopperD192Config(HopperBackwardConfig):
             raise self._refusal(problem, "head dims of 129 to 192 of q and k, and up to 128 of v")
         if problem.scores.bias is not None:
             raise self._refusal(problem, _NO_BIAS)
-        if problem.scores.softcap is not None or problem.scores.dropout_p:
-            raise self._refusal(problem, "calls without a softcap or dropout")
+        if not owns_keys(problem):
+            raise self._refusal(problem, "calls without a softcap, dropout or lengths that are data")
         return (128, 64), (128,)
 
 
 @dataclass(frozen=True, slots=True)
 class HopperD256Config(HopperBackwardConfig):
-    """hopper_backward_d256_kernel and hopper_dq_d256_kernel, at any head dims up to 256.
+    """hopper_backward_d256_kernel and hopper_dq_d256_kernel, at any head dims up to 256, without a bias.
 
     In the former two warpgroups share 64 keys, one makes P and dV and the other dS and dK; in the latter 64 queries a
     warpgroup stay. Nothing is accumulated in global memory, and every bit is the same on every run.
@@ -431,6 +431,12 @@ _FOR_AUGMENTED_K = ("a scale of 2^-40 or more, and no softcap, score function, d
 def dk_dv_fit(problem: AttentionProblem) -> bool:
     """Whether a warpgroup's registers hold all columns of dK and dV of 64 keys."""
     return problem.d <= 192 and problem.dv <= 128
+
+
+def owns_keys(problem: AttentionProblem) -> bool:
+    """Whether the kernel of head dims 129 to 192, where each warpgroup has keys of its own, takes such a call."""
+    return (problem.d > 128 and dk_dv_fit(problem) and problem.scores.softcap is None and not problem.scores.dropout_p
+            and not problem.sequences.are_data)
 
 
 def augmented_k_fits(problem: AttentionProblem) -> bool:

@@ -8,6 +8,8 @@ so are the first columns of K and V. One producer warp loads. dQ has a kernel of
 d128.py.
 
 The sides of a tile in shared memory are powers of two: K, V, Q and dO of 192 columns come in two chunks of columns.
+
+Where lengths are data, rows of other sequences come into the tiles; the producer warp zeroes them, as in d128.py.
 """
 
 from triton.experimental import gluon
@@ -47,6 +49,15 @@ from tilewise.kernels.hopper.pipeline import (
 from tilewise.kernels.hopper.products import finish
 from tilewise.kernels.hopper.softmax import as_operand, pack_pairs, tanh_of, times_tanh_derivative
 from tilewise.kernels.hopper.tile_scheduler import kv_tile_at
+from tilewise.kernels.hopper.varlen import (
+    clear_rows,
+    key_rows_of,
+    kv_tile_of,
+    locate_keys,
+    sequence_at,
+    sequence_rows_of,
+    store_tile_metadata,
+)
 
 # Columns of K or V that a warpgroup holds as register fragments, of 256: a block of scores leaves no room for more.
 FRAGMENT_COLUMNS = gl.constexpr(128)
@@ -66,35 +77,99 @@ def load_chunks(descs, tiles, stage, place, full):
 
 
 @gluon.jit
-def load(args, smem, C: gl.constexpr):
-    """Producer, one warp: load K and V once, then Q and dO of every head of the group."""
-    inputs, tile, bounds = args.inputs, args.tile, args.bounds
-    kv, q_pipe, dout_pipe = smem.kv, smem.q, smem.dout
-    blocks = q_blocks_of(tile.first, bounds, C)
+def clear_chunks(tiles, stage, begin, stop):
+    """Producer: zero the rows before ``begin`` and from ``stop`` on of each chunk of the columns of 64 rows."""
+    for chunk in gl.static_range(len(tiles)):
+        clear_rows(tiles[chunk], stage, begin, stop, tiles[chunk].shape[4])
+
+
+@gluon.jit
+def load_kv(inputs, kv, tile, rows, C: gl.constexpr):
+    """Producer: load K and V of each consumer; where lengths are data, zero the rows of those that are not seen.
+
+    Then the copies complete spare barriers, which lie behind those that consumers wait for.
+    """
     NC: gl.constexpr = C.CONSUMERS
     for i in gl.static_range(NC):
-        place = (tile.batch, kv_head_of(tile, inputs), tile.first + i * 64)
-        load_chunks(inputs.k, kv.k_tiles, i, place, kv.full.index(2 * i))
-        load_chunks(inputs.v, kv.v_tiles, i, place, kv.full.index(2 * i + 1))
+        key = tile.first + i * 64
+        place = (tile.batch, kv_head_of(tile, inputs), rows.row_k + key)
+        arrival = 2 * i
+        if C.VARLEN:
+            clears = (rows.k_begin > key) | (rows.k_end < key + 64)
+            arrival = gl.where(clears, 2 * NC + 2 * i, 2 * i)
+        load_chunks(inputs.k, kv.k_tiles, i, place, kv.full.index(arrival))
+        load_chunks(inputs.v, kv.v_tiles, i, place, kv.full.index(arrival + 1))
+        if C.VARLEN:
+            if clears:
+                mbarrier.wait(kv.full.index(arrival), 0)
+                mbarrier.wait(kv.full.index(arrival + 1), 0)
+                begin = gl.minimum(rows.k_begin - key, 64)
+                stop = gl.maximum(rows.k_end - key, 0)
+                clear_chunks(kv.k_tiles, i, begin, stop)
+                clear_chunks(kv.v_tiles, i, begin, stop)
+                fence_async_shared()
+                mbarrier.arrive(kv.full.index(2 * i), count=1)
+                mbarrier.arrive(kv.full.index(2 * i + 1), count=1)
+
+
+@gluon.jit
+def clear_queries(q_pipe, dout_pipe, count, cleared, begin, stop, C: gl.constexpr):
+    """Producer: zero the rows of Q and dO that see no key, then arrive for both. cleared: how often it has before."""
+    mbarrier.wait(q_pipe.full.index(C.Q_STAGES), cleared & 1)
+    mbarrier.wait(dout_pipe.full.index(C.DOUT_STAGES), cleared & 1)
+    clear_chunks(q_pipe.tiles, count % C.Q_STAGES, begin, stop)
+    clear_chunks(dout_pipe.tiles, count % C.DOUT_STAGES, begin, stop)
+    fence_async_shared()
+    # What went to the spare barriers arrives here: TMA's bytes, and of Q the copy of lse and delta.
+    mbarrier.arrive(q_pipe.full.index(count % C.Q_STAGES), count=2)
+    mbarrier.arrive(dout_pipe.full.index(count % C.DOUT_STAGES), count=1)
+
+
+@gluon.jit
+def load(args, smem, C: gl.constexpr):
+    """Producer, one warp: load K and V once, then Q and dO of every head of the group."""
+    inputs = args.inputs
+    total = args.bounds.sq  # queries of all sequences
+    tile, bounds = kv_tile_of(smem.metadata, args.tile, args.bounds, 1, C)
+    q_pipe, dout_pipe = smem.q, smem.dout
+    blocks = q_blocks_of(tile.first, bounds, C)
+    rows = sequence_rows_of(smem.metadata, bounds, C)
+    load_kv(inputs, smem.kv, tile, rows, C)
     count = 0
+    cleared = 0
+    clears = False
     for member in range(args.group):
         head = tile.head * args.group + member
-        lse_row = (tile.batch * args.heads * args.group + head).to(gl.int64) * bounds.sq
+        lse_row = (tile.batch * args.heads * args.group + head).to(gl.int64) * total + rows.row_q
         for step in range(blocks.count):
             query = q_block_start(step, blocks, C)
-            place = (tile.batch, head, query)
+            place = (tile.batch, head, rows.row_q + query)
             offsets = query + gl.arange(0, QUERIES, layout=ONE_WARP)
-            lse, delta = fetch_row_stats(inputs.lse, inputs.delta, lse_row, offsets, offsets < bounds.sq)
+            inside = offsets < rows.q_end
+            if C.VARLEN:
+                inside = inside & (offsets >= rows.q_begin)
+                clears = (query < rows.q_begin) | (query + QUERIES > rows.q_end)
+            lse, delta = fetch_row_stats(inputs.lse, inputs.delta, lse_row, offsets, inside)
             if C.HAS_DROPOUT:
                 delta *= args.dropout.delta_scale
             producer_acquire(q_pipe.empty, count, C.Q_STAGES)
             stage = count % C.Q_STAGES
-            load_chunks(inputs.q, q_pipe.tiles, stage, place, q_pipe.full.index(stage))
+            arrival = stage
+            if C.VARLEN:
+                arrival = gl.where(clears, C.Q_STAGES, stage)
+            load_chunks(inputs.q, q_pipe.tiles, stage, place, q_pipe.full.index(arrival))
             put_row_stats(smem.row_stats, stage, lse, delta)
-            mbarrier.arrive(q_pipe.full.index(stage), count=1)
+            mbarrier.arrive(q_pipe.full.index(arrival), count=1)
             producer_acquire(dout_pipe.empty, count, C.DOUT_STAGES)
             stage = count % C.DOUT_STAGES
-            load_chunks(inputs.dout, dout_pipe.tiles, stage, place, dout_pipe.full.index(stage))
+            arrival = stage
+            if C.VARLEN:
+                arrival = gl.where(clears, C.DOUT_STAGES, stage)
+            load_chunks(inputs.dout, dout_pipe.tiles, stage, place, dout_pipe.full.index(arrival))
+            if C.VARLEN:
+                if clears:
+                    clear_queries(q_pipe, dout_pipe, count, cleared, rows.q_begin - query, rows.q_end - query, C)
+                    cleared += 1
             count += 1
 
 
@@ -180,35 +255,41 @@ def issue_accumulate(acc, left, right_tiles, stage):
 
 
 @gluon.jit
-def write_gradients(descs, tiles, stage, acc, factor, place, C: gl.constexpr):
-    """Write the gradient of 64 rows, the accumulator times a factor, by way of the tiles that these rows came in."""
+def write_gradients(descs, ptr, tiles, stage, acc, factor, place, left, C: gl.constexpr):
+    """Write the gradient of 64 rows, the accumulator times a factor, by way of the tiles that these rows came in.
+
+    ptr, left: as in epilogue.write_gradient.
+    """
     batch, head, row = place
     column = 0
     for chunk in gl.static_range(len(acc)):
-        write_gradient(descs[chunk], None, tiles[chunk].index(stage), acc[chunk] * factor, (batch, head, row, column),
-                       64, C)
+        write_gradient(descs[chunk], ptr, tiles[chunk].index(stage), acc[chunk] * factor, (batch, head, row, column),
+                       left, C, 0 if chunk == 0 else acc[0].shape[1])
         column += acc[chunk].shape[1]
     tma_store_wait(0)
 
 
 @gluon.jit
-def draws_of_keys(args, C: gl.constexpr):
+def draws_of_keys(args, metadata, tile, C: gl.constexpr):
     """Return what the random numbers of a tile of keys are drawn by; () without C.HAS_DROPOUT."""
     if C.HAS_DROPOUT:
-        tile = args.tile
         settings = args.dropout
         seed = gl.load(args.inputs.seed)
-        return Draws(seed.to(gl.uint32), (seed >> 32).to(gl.uint32),
-                     (tile.batch * args.heads + tile.head) * args.group, settings.threshold.to(gl.uint32) << 16,
-                     settings.origin_q, settings.origin_k)
+        first_row = (sequence_at(metadata, tile.batch, C) * args.heads + tile.head) * args.group
+        return Draws(seed.to(gl.uint32), (seed >> 32).to(gl.uint32), first_row,
+                     settings.threshold.to(gl.uint32) << 16, settings.origin_q, settings.origin_k)
     else:
         return ()
 
 
 @gluon.jit
 def accumulate_dv(args, smem, C: gl.constexpr):
-    """Consumer, one warpgroup: P of 64 keys and the queries that see them, at least one block of these, and dV."""
-    tile, bounds, squash = args.tile, args.bounds, args.scales.squash
+    """Consumer, one warpgroup: P of 64 keys and the queries that see them, and dV.
+
+    There is no block of these only where lengths are data.
+    """
+    tile, bounds = kv_tile_of(smem.metadata, args.tile, args.bounds, 4, C)
+    squash = args.scales.squash
     kv, q_pipe, dout_pipe, probs_pipe = smem.kv, smem.q, smem.dout, smem.probs
     DTYPE: gl.constexpr = q_pipe.tiles[0].dtype
     blocks = q_blocks_of(tile.first, bounds, C)
@@ -217,7 +298,7 @@ def accumulate_dv(args, smem, C: gl.constexpr):
     mbarrier.wait(kv.full.index(0), 0)
     fragments = load_first_columns(kv.k_tiles)
     dv = zeros_of(args.inputs.v)
-    draws = draws_of_keys(args, C)
+    draws = draws_of_keys(args, smem.metadata, tile, C)
     member = 0
     step = 0
     for count in range(total):
@@ -248,17 +329,25 @@ def accumulate_dv(args, smem, C: gl.constexpr):
         dv = finish(dv_pending, 0)
         consumer_release(dout_pipe.empty, count, C.DOUT_STAGES)
     # When the last dP is done, nothing reads V any more.
-    producer_acquire(dout_pipe.empty, total - 1 + C.DOUT_STAGES, C.DOUT_STAGES)
+    if C.VARLEN:
+        if total > 0:
+            producer_acquire(dout_pipe.empty, total - 1 + C.DOUT_STAGES, C.DOUT_STAGES)
+        else:  # nor does its copy still write it
+            mbarrier.wait(kv.full.index(1), 0)
+    else:
+        producer_acquire(dout_pipe.empty, total - 1 + C.DOUT_STAGES, C.DOUT_STAGES)
     factor = 1.0
     if C.HAS_DROPOUT:
         factor = args.dropout.dv_scale
-    write_gradients(args.outputs.dv, kv.v_tiles, 0, dv, factor, (tile.batch, tile.head, tile.first), C)
+    row, left = key_rows_of(smem.metadata, tile.first, C)
+    write_gradients(args.outputs.dv, args.outputs.dv_ptr, kv.v_tiles, 0, dv, factor, (tile.batch, tile.head, row), left,
+                    C)
 
 
 @gluon.jit
 def accumulate_dk(args, smem, C: gl.constexpr):
     """Consumer, one warpgroup: dS of the same keys and queries, and dK."""
-    tile, bounds = args.tile, args.bounds
+    tile, bounds = kv_tile_of(smem.metadata, args.tile, args.bounds, 4, C)
     kv, q_pipe, dout_pipe, probs_pipe = smem.kv, smem.q, smem.dout, smem.probs
     DTYPE: gl.constexpr = q_pipe.tiles[0].dtype
     mbarrier.wait(kv.full.index(1), 0)
@@ -288,35 +377,46 @@ def accumulate_dk(args, smem, C: gl.constexpr):
         dk = finish(dk_pending, 0)
         consumer_release(q_pipe.empty, count, C.Q_STAGES)
     # The last P is there: nothing reads K any more.
-    write_gradients(args.outputs.dk, kv.k_tiles, 0, dk, args.scales.gradient, (tile.batch, tile.head, tile.first), C)
+    if C.VARLEN:
+        mbarrier.wait(kv.full.index(0), 0)  # nor does its copy still write it, where there was no P
+    row, left = key_rows_of(smem.metadata, tile.first, C)
+    write_gradients(args.outputs.dk, args.outputs.dk_ptr, kv.k_tiles, 0, dk, args.scales.gradient,
+                    (tile.batch, tile.head, row), left, C)
 
 
 @gluon.jit
-def hopper_backward_d256_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, dout_desc, dout_rest, rows, dk_desc,
-                                dk_rest, dv_desc, dv_rest, numbers, C: gl.constexpr):
+def hopper_backward_d256_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, dout_desc, dout_rest, dk_desc, dk_rest,
+                                dv_desc, dv_rest, pointers, numbers, C: gl.constexpr):
     """Compute dk and dv; dq has a kernel of its own (dq_d256.py).
 
     Grid: (tiles · heads of k · batches,). A descriptor for each chunk of columns, the second one None where there is
-    one chunk. rows: a RowStatsAndSeed. numbers: a BackwardNumbers.
+    one chunk. pointers, numbers: a WideHeadPointers and a BackwardNumbers.
     """
     PROBS_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])  # float32: no bank conflicts
     inputs = Inputs(as_tuple(q_desc, q_rest), as_tuple(k_desc, k_rest), as_tuple(v_desc, v_rest),
-                    as_tuple(dout_desc, dout_rest), rows.lse, rows.delta, rows.seed, numbers.group_splits)
+                    as_tuple(dout_desc, dout_rest), pointers.lse, pointers.delta, pointers.seed,
+                    numbers.group_splits)
     k_tiles = allocate_stages(inputs.k, 1)
     v_tiles = allocate_stages(inputs.v, 1)
     q_tiles = allocate_stages(inputs.q, C.Q_STAGES)
     dout_tiles = allocate_stages(inputs.dout, C.DOUT_STAGES)
     probs_tile = gl.allocate_shared_memory(gl.float32, [1, 64, QUERIES], PROBS_LAYOUT)
     row_stats = gl.allocate_shared_memory(gl.float32, [2 * C.Q_STAGES, QUERIES], CONTIGUOUS)
-    kv = KVTiles(k_tiles, v_tiles, make_barriers(2, 1))
-    q_pipe = Pipe(q_tiles, make_barriers(C.Q_STAGES, 2), make_barriers(C.Q_STAGES, 2))
-    dout_pipe = Pipe(dout_tiles, make_barriers(C.DOUT_STAGES, 1), make_barriers(C.DOUT_STAGES, 2))
+    SPARE: gl.constexpr = 1 if C.VARLEN else 0  # barriers of tiles in which rows are zeroed before they are full
+    kv = KVTiles(k_tiles, v_tiles, make_barriers(2 + 2 * SPARE, 1))
+    q_pipe = Pipe(q_tiles, make_barriers(C.Q_STAGES + SPARE, 2), make_barriers(C.Q_STAGES, 2))
+    dout_pipe = Pipe(dout_tiles, make_barriers(C.DOUT_STAGES + SPARE, 1), make_barriers(C.DOUT_STAGES, 2))
     probs_pipe = Pipe(probs_tile, make_barriers(1, 1), make_barriers(1, 1))
     fence_async_shared()
     grid = numbers.grid
     tile = kv_tile_at(gl.program_id(0), grid, C)
-    args = Args(inputs, Outputs(as_tuple(dk_desc, dk_rest), as_tuple(dv_desc, dv_rest)), tile, grid.heads,
-                numbers.bounds, numbers.group, numbers.scales, (), numbers.dropout)
-    smem = Smem(kv, q_pipe, dout_pipe, row_stats, probs_pipe, ())
+    metadata = ()
+    lengths = pointers.lengths
+    if C.VARLEN:
+        metadata = store_tile_metadata(locate_keys(
+            tile, numbers.bounds, (lengths.cu_q, lengths.cu_k, lengths.q, lengths.k, numbers.num_sequences), C))
+    outputs = Outputs(as_tuple(dk_desc, dk_rest), as_tuple(dv_desc, dv_rest), pointers.first, pointers.second)
+    args = Args(inputs, outputs, tile, grid.heads, numbers.bounds, numbers.group, numbers.scales, (), numbers.dropout)
+    smem = Smem(kv, q_pipe, dout_pipe, row_stats, probs_pipe, (), metadata)
     gl.warp_specialize([(accumulate_dv, (args, smem, C)), (accumulate_dk, (args, smem, C)), (load, (args, smem, C))],
                        [4, 1], [240, 24])

@@ -7,8 +7,8 @@ class Config(NamedTuple):
     """What is fixed when d256.py's or d192.py's kernel is compiled.
 
     HopperBackwardConfig's fields, and which bounds the mask has. D, DV: columns of q and k, and of v, in one or two
-    chunks. CONSUMERS: how many times 64 keys a CTA has. HAS_DROPOUT: of d256.py alone. The last ones are what
-    tile_scheduler.py and epilogue.py read, always the same.
+    chunks. CONSUMERS: how many times 64 keys a CTA has. VARLEN, HAS_CU_SEQLENS, BOTTOM_RIGHT: as in types.Config; with
+    HAS_DROPOUT, of d256.py alone. The last ones are what tile_scheduler.py and varlen.py read, always the same.
     """
 
     D: tuple[int, ...]
@@ -18,26 +18,32 @@ class Config(NamedTuple):
     DOUT_STAGES: int
     HAS_LOWER: bool
     HAS_UPPER: bool
+    VARLEN: bool = False
+    HAS_CU_SEQLENS: bool = False
+    BOTTOM_RIGHT: bool = False
     HAS_DROPOUT: bool = False
     DETERMINISTIC: bool = False
     HEAD_PERSISTENT: bool = False
-    HAS_CU_SEQLENS: bool = False
     MASK_PLAN: bool = False
+    HAS_ALIBI: bool = False
+    HAS_FUNCTION: bool = False
 
 
 class DQConfig(NamedTuple):
-    """What is fixed when dq_d256.py's kernel is compiled: which bounds the mask has, and whether there is dropout.
+    """What is fixed when dq_d256.py's kernel is compiled; the fields are those of Config.
 
     The last ones are what tile_scheduler.py, mask_ranges.py, softmax.py and epilogue.py read, always the same.
     """
 
     HAS_LOWER: bool
     HAS_UPPER: bool
+    VARLEN: bool = False
+    HAS_CU_SEQLENS: bool = False
+    BOTTOM_RIGHT: bool = False
     HAS_DROPOUT: bool = False
     BLOCK_N: int = 64
     CONSUMERS: int = 2
     PACK_GQA: int = 1
-    HAS_CU_SEQLENS: bool = False
     TILES_FROM_END: bool = False
     MASK_PLAN: bool = False
 
@@ -59,10 +65,12 @@ class Inputs(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """Descriptors of dk and dv, one for each chunk of columns."""
+    """Descriptors of dk and dv, one for each chunk of columns; of packed sequences pointers to them, too, else None."""
 
     dk: Any
     dv: Any
+    dk_ptr: Any = None
+    dv_ptr: Any = None
 
 
 class Args(NamedTuple):
@@ -82,22 +90,16 @@ class Args(NamedTuple):
     dropout: Any = None
 
 
-class QTile(NamedTuple):
-    """A CTA's tile of queries: its first one, the query head and the batch entry."""
-
-    first: Any
-    head: Any
-    batch: Any
-
-
 class DQArgs(NamedTuple):
     """What the launch gives to every warp of dq_d256.py. group: query heads per kv head.
 
-    tile: a QTile; dq: descriptors, one for each chunk of columns. dropout: a DropoutNumbers.
+    tile: a QTile; dq: descriptors, one for each chunk of columns; dq_ptr: of packed sequences a pointer to it, else
+    None. dropout: a DropoutNumbers.
     """
 
     inputs: Any
     dq: Any
+    dq_ptr: Any
     tile: Any
     heads: Any
     bounds: Any
@@ -117,8 +119,8 @@ class KVTiles(NamedTuple):
 class Smem(NamedTuple):
     """The CTA's shared memory. row_stats: lse and delta of each Q stage's queries, alternating.
 
-    probs: a Pipe of P, of d256.py. dscores: two stages of each consumer's dS, of
-    d192.py.
+    probs: a Pipe of P, of d256.py. dscores: two stages of each consumer's dS, of d192.py. metadata: of the tile, where
+    lengths are data (varlen.py).
     """
 
     kv: Any
@@ -127,6 +129,7 @@ class Smem(NamedTuple):
     row_stats: Any
     probs: Any
     dscores: Any
+    metadata: Any = None
 
 
 class Accumulators(NamedTuple):
@@ -154,11 +157,12 @@ class QTiles(NamedTuple):
 
 
 class DQSmem(NamedTuple):
-    """The shared memory of dq_d256.py's CTA: its queries, a Pipe of K, and one of V."""
+    """The shared memory of dq_d256.py's CTA: its queries, a Pipe of K, one of V, the tile's metadata (q_tile.py)."""
 
     q: Any
     k: Any
     v: Any
+    metadata: Any
 
 
 class QView(NamedTuple):

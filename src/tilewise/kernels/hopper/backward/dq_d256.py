@@ -5,7 +5,8 @@ queries as rows here, so that dS is a left operand of dQ += dS·K from registers
 warpgroups (maths.md, eq. 10): the exponentials of one run beside the MMAs of the other. One producer warp loads. K of a
 block is released when its dQ is done, V when its dP is.
 
-Q, dO, K and V come in chunks of columns as in d256.py.
+Q, dO, K and V come in chunks of columns as in d256.py. Where lengths are data, keys of other sequences are zeroed in
+their tile, and what comes of rows that are no query is not written, or as 0.
 """
 
 from triton.experimental import gluon
@@ -13,16 +14,18 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
 from tilewise.kernels.hopper.backward.d256 import (
+    clear_chunks,
     issue_accumulate,
     issue_s_or_dp,
     load_chunks,
     write_gradients,
     zeros_of,
 )
-from tilewise.kernels.hopper.backward.d256_types import DQArgs, DQSmem, Inputs, QTile, QTiles, QView
+from tilewise.kernels.hopper.backward.d256_types import DQArgs, DQSmem, Inputs, QTiles, QView
 from tilewise.kernels.hopper.backward.dropout import score_gradient
 from tilewise.kernels.hopper.backward.mmas import SCORE_LAYOUT
 from tilewise.kernels.hopper.backward.producers import fetch_row_stats, in_base_2
+from tilewise.kernels.hopper.backward.q_tile import QTile, locate_queries, q_tile_of
 from tilewise.kernels.hopper.backward.types import Pipe
 from tilewise.kernels.hopper.dropout import draws_of, drop
 from tilewise.kernels.hopper.mask_ranges import (
@@ -42,17 +45,33 @@ from tilewise.kernels.hopper.pipeline import (
 )
 from tilewise.kernels.hopper.products import finish
 from tilewise.kernels.hopper.softmax import hide, pack_pairs, tanh_of, times_tanh_derivative
-from tilewise.kernels.hopper.tile_scheduler import tile_at
+from tilewise.kernels.hopper.tile_scheduler import KVTile, tile_at
+from tilewise.kernels.hopper.varlen import blank, store_tile_metadata
 
 K_STAGES: gl.constexpr = gl.constexpr(2)  # tiles of K in flight; of V one: two were no faster where they fit
 
 
 @gluon.jit
-def load_block(descs, pipe, step, blocks, head, batch, STAGES: gl.constexpr, C: gl.constexpr):
-    """Producer: load K or V of a block of keys."""
+def load_block(descs, pipe, step, blocks, place, stop, STAGES: gl.constexpr, C: gl.constexpr):
+    """Producer: load K or V of a block of keys. place: batch, head, row of key 0; stop: the sequence's keys.
+
+    Where lengths are data, keys from ``stop`` on are zeroed. They are in one block, a tile's first one.
+    """
     producer_acquire(pipe.empty, step, STAGES)
+    batch, head, row = place
     stage = step % STAGES
-    load_chunks(descs, pipe.tiles, stage, (batch, head, n_block_start(step, blocks, C)), pipe.full.index(stage))
+    key = n_block_start(step, blocks, C)
+    arrival = stage
+    if C.VARLEN:
+        clears = key + 64 > stop
+        arrival = gl.where(clears, STAGES, stage)
+    load_chunks(descs, pipe.tiles, stage, (batch, head, row + key), pipe.full.index(arrival))
+    if C.VARLEN:
+        if clears:
+            mbarrier.wait(pipe.full.index(STAGES), 0)
+            clear_chunks(pipe.tiles, stage, 0, gl.maximum(stop - key, 0))
+            fence_async_shared()
+            mbarrier.arrive(pipe.full.index(stage), count=1)
 
 
 @gluon.jit
@@ -60,18 +79,19 @@ def load(args, smem, C: gl.constexpr):
     """Producer, one warp: load the queries and their dO once, then the keys and values that they see."""
     inputs = args.inputs
     q_tiles, dout_tiles, full = smem.q
-    first, head, batch = args.tile
-    head_k = head // args.group
-    blocks = kv_blocks_of(first, args.bounds, C)
-    load_chunks(inputs.q, q_tiles, 0, (batch, head, first), full.index(0))
-    load_block(inputs.k, smem.k, 0, blocks, head_k, batch, K_STAGES, C)
-    load_chunks(inputs.q, q_tiles, 1, (batch, head, first + 64), full.index(1))
-    load_chunks(inputs.dout, dout_tiles, 0, (batch, head, first), full.index(2))
-    load_block(inputs.v, smem.v, 0, blocks, head_k, batch, 1, C)
-    load_chunks(inputs.dout, dout_tiles, 1, (batch, head, first + 64), full.index(3))
+    tile, bounds = q_tile_of(smem.metadata, args.tile, args.bounds, 1, C)
+    batch, head, row = tile.batch, tile.head, tile.row_q + tile.first
+    of_keys = (batch, head // args.group, tile.row_k)
+    blocks = kv_blocks_of(tile.first, bounds, C)
+    load_chunks(inputs.q, q_tiles, 0, (batch, head, row), full.index(0))
+    load_block(inputs.k, smem.k, 0, blocks, of_keys, bounds.sk, K_STAGES, C)
+    load_chunks(inputs.q, q_tiles, 1, (batch, head, row + 64), full.index(1))
+    load_chunks(inputs.dout, dout_tiles, 0, (batch, head, row), full.index(2))
+    load_block(inputs.v, smem.v, 0, blocks, of_keys, bounds.sk, 1, C)
+    load_chunks(inputs.dout, dout_tiles, 1, (batch, head, row + 64), full.index(3))
     for step in range(1, blocks.count):
-        load_block(inputs.k, smem.k, step, blocks, head_k, batch, K_STAGES, C)
-        load_block(inputs.v, smem.v, step, blocks, head_k, batch, 1, C)
+        load_block(inputs.k, smem.k, step, blocks, of_keys, bounds.sk, K_STAGES, C)
+        load_block(inputs.v, smem.v, step, blocks, of_keys, bounds.sk, 1, C)
 
 
 @gluon.jit
@@ -110,18 +130,19 @@ def accumulate_blocks(begin, end, dq, view, smem, scales, WG: gl.constexpr, MASK
 @gluon.jit
 def attend(args, smem, WG: gl.constexpr, C: gl.constexpr):
     """Consumer, one warpgroup: dQ of 64 queries."""
-    inputs, bounds, scales = args.inputs, args.bounds, args.scales
+    inputs, scales = args.inputs, args.scales
     k_pipe, v_pipe = smem.k, smem.v
-    first, head, batch = args.tile
-    row = first + WG * 64
+    tile, bounds = q_tile_of(smem.metadata, args.tile, args.bounds, 4, C)
+    row = tile.first + WG * 64
     offsets = row + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORE_LAYOUT))
-    lse_row = (batch * args.heads + head).to(gl.int64) * bounds.sq
+    lse_row = (tile.batch * args.heads + tile.head).to(gl.int64) * args.bounds.sq + tile.row_q
     lse, delta = fetch_row_stats(inputs.lse, inputs.delta, lse_row, offsets, offsets < bounds.sq)
     if C.HAS_DROPOUT:
         delta *= args.dropout.delta_scale
-    blocks = kv_blocks_of(first, bounds, C)
+    blocks = kv_blocks_of(tile.first, bounds, C)
     view = QView(row, in_base_2(lse), delta, blocks, bounds,
-                 draws_of(args.tile, row, inputs.seed, args.heads, args.dropout, C))
+                 draws_of(KVTile(tile.first, tile.head, tile.sequence, 0, 0), row, inputs.seed, args.heads,
+                          args.dropout, C))
     masked = masked_blocks_of(row, blocks, bounds, C)
     begin = 0
     if C.HAS_UPPER:
@@ -136,24 +157,39 @@ def attend(args, smem, WG: gl.constexpr, C: gl.constexpr):
     dq = zeros_of(inputs.q)
     dq = accumulate_blocks(begin, masked, dq, view, smem, scales, WG, True, C)
     dq = accumulate_blocks(gl.maximum(begin, masked), blocks.count, dq, view, smem, scales, WG, False, C)
-    write_gradients(args.dq, smem.q.q_tiles, WG, dq, scales.gradient, (batch, head, row), C)
+    left = 64
+    if C.VARLEN:
+        dq = blank(dq, bounds.sq - row)
+        left = tile.rows - row
+    write_gradients(args.dq, args.dq_ptr, smem.q.q_tiles, WG, dq, scales.gradient,
+                    (tile.batch, tile.head, tile.row_q + row), left, C)
 
 
 @gluon.jit
-def hopper_dq_d256_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, dout_desc, dout_rest, rows, dq_desc, dq_rest,
-                          numbers, C: gl.constexpr):
+def hopper_dq_d256_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, dout_desc, dout_rest, dq_desc, dq_rest,
+                          pointers, numbers, C: gl.constexpr):
     """Compute dq. Grid: (tiles of 128 queries · heads · batches,). The rest as in hopper_backward_d256_kernel."""
     inputs = Inputs(as_tuple(q_desc, q_rest), as_tuple(k_desc, k_rest), as_tuple(v_desc, v_rest),
-                    as_tuple(dout_desc, dout_rest), rows.lse, rows.delta, rows.seed)
+                    as_tuple(dout_desc, dout_rest), pointers.lse, pointers.delta, pointers.seed)
+    SPARE: gl.constexpr = 1 if C.VARLEN else 0  # barriers of tiles in which keys are zeroed before they are full
     q = QTiles(allocate_stages(inputs.q, 2), allocate_stages(inputs.dout, 2), make_barriers(4, 1))
-    k_pipe = Pipe(allocate_stages(inputs.k, K_STAGES), make_barriers(K_STAGES, 1), make_barriers(K_STAGES, 2))
-    v_pipe = Pipe(allocate_stages(inputs.v, 1), make_barriers(1, 1), make_barriers(1, 2))
+    k_pipe = Pipe(allocate_stages(inputs.k, K_STAGES), make_barriers(K_STAGES + SPARE, 1), make_barriers(K_STAGES, 2))
+    v_pipe = Pipe(allocate_stages(inputs.v, 1), make_barriers(1 + SPARE, 1), make_barriers(1, 2))
     fence_async_shared()
     grid, bounds = numbers.grid, numbers.bounds
-    first, head, batch = tile_at(gl.program_id(0), grid, bounds.sq, C)
-    args = DQArgs(inputs, as_tuple(dq_desc, dq_rest), QTile(first, head, batch), grid.heads, bounds, numbers.group,
+    tile = ()
+    metadata = ()
+    lengths = pointers.lengths
+    if C.VARLEN:
+        metadata = store_tile_metadata(locate_queries(
+            gl.program_id(0), grid, bounds,
+            (lengths.cu_q, lengths.cu_k, lengths.q, lengths.k, numbers.num_sequences), C))
+    else:
+        first, head, batch = tile_at(gl.program_id(0), grid, bounds.sq, C)
+        tile = QTile(first, head, batch, 0, 0, bounds.sq, batch)
+    args = DQArgs(inputs, as_tuple(dq_desc, dq_rest), pointers.first, tile, grid.heads, bounds, numbers.group,
                   numbers.scales, numbers.dropout)
-    smem = DQSmem(q, k_pipe, v_pipe)
+    smem = DQSmem(q, k_pipe, v_pipe, metadata)
     ZERO: gl.constexpr = 0
     ONE: gl.constexpr = 1
     gl.warp_specialize([

@@ -10,10 +10,11 @@ from tilewise.kernels.hopper.varlen import store_some
 
 
 @gluon.jit
-def write_gradient(desc, ptr, staged, gradient, place, left, C: gl.constexpr):
+def write_gradient(desc, ptr, staged, gradient, place, left, C: gl.constexpr, FIRST: gl.constexpr = 0):
     """Write 64 rows of dK or dV by way of a tile of shared memory. place: batch, head, row, first column.
 
-    ``left``: rows to the end of a packed sequence; TMA would write past it. A tile of the inputs' dtype holds half of
+    ``left``: rows to the end of a packed sequence; TMA would write past it. FIRST: where ``ptr`` is used, the first
+    column. A tile of the inputs' dtype holds half of
     the columns in float32, which then go one half behind the other.
     """
     if desc.dtype == gl.float32:
@@ -24,9 +25,10 @@ def write_gradient(desc, ptr, staged, gradient, place, left, C: gl.constexpr):
         for i in gl.static_range(2):
             if i == 1:
                 tma_store_wait(0)
-            write_columns(desc, ptr, tile, halves[i], (batch, head, row, column + i * COLUMNS), left, i * COLUMNS, C)
+            half = (batch, head, row, column + i * COLUMNS)
+            write_columns(desc, ptr, tile, halves[i], half, left, FIRST + i * COLUMNS, C)
     else:
-        write_columns(desc, ptr, staged, gradient, place, left, 0, C)
+        write_columns(desc, ptr, staged, gradient, place, left, FIRST, C)
 
 
 @gluon.jit

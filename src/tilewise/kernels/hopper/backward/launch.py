@@ -329,10 +329,17 @@ def d256_kernel_config(problem: AttentionProblem, config: HopperBackwardConfig) 
     """Return what is fixed when a kernel of heads above 128 columns that owns keys is compiled."""
     from tilewise.kernels.hopper.backward.d256_types import Config
 
-    (d_chunks, dv_chunks), (lower, upper, _count, _is_shifted) = config.columns(problem), bounds_of(problem)
+    d_chunks, dv_chunks = config.columns(problem)
     return Config(D=d_chunks, DV=dv_chunks, CONSUMERS=config.block_n // 64, Q_STAGES=config.q_stages,
-                  DOUT_STAGES=config.dout_stages, HAS_LOWER=lower is not None, HAS_UPPER=upper is not None,
-                  HAS_DROPOUT=problem.scores.dropout_p > 0.0)
+                  DOUT_STAGES=config.dout_stages, **wide_head_flags(problem))
+
+
+def wide_head_flags(problem: AttentionProblem) -> dict[str, bool]:
+    """Return what kernels of heads above 128 columns are compiled for beside their tiles."""
+    lower, upper, count, is_shifted = bounds_of(problem)
+    return {"HAS_LOWER": lower is not None, "HAS_UPPER": upper is not None, "VARLEN": count is not None,
+            "HAS_CU_SEQLENS": problem.sequences.packed is not None, "BOTTOM_RIGHT": is_shifted,
+            "HAS_DROPOUT": problem.scores.dropout_p > 0.0}
 
 
 def _d64_kernel_config(problem: AttentionProblem, config: HopperBackwardConfig) -> Any:

@@ -12,9 +12,9 @@ from tilewise.kernels.hopper.arguments import (
     BackwardNumbers,
     BackwardOperands,
     MaskBounds,
-    RowStatsAndSeed,
     Scales,
     TileGrid,
+    WideHeadPointers,
 )
 from tilewise.kernels.hopper.backward.config import HopperBackwardConfig, HopperBackwardSchedule
 from tilewise.kernels.hopper.backward.launch import (
@@ -26,6 +26,7 @@ from tilewise.kernels.hopper.backward.launch import (
     gradient_scale,
     input_form,
     rows_of,
+    wide_head_flags,
 )
 from tilewise.kernels.hopper.backward.launch_splits import HopperBackwardOfSplits, problem_of_splits
 from tilewise.kernels.hopper.launch import OPTIONS, bounds_of, dropout_of, scaling_of
@@ -51,36 +52,46 @@ def backward_launch(problem: AttentionProblem, config: HopperBackwardConfig, sch
 
 
 class HopperPart:
-    """One of the kernels, of q, k, v, dout, lse, delta, some gradients and with dropout the seed.
+    """One of the kernels, of q, k, v, dout, some gradients, lse and delta, and of a seed and lengths.
+
+    ``forms``: of q, k, v, dout and the gradients, of each a form a chunk of columns, or None. ``is_packed``: whether
+    the gradients are those of packed sequences.
 
     Attributes:
         kernel, grid, scalars: what Triton compiles.
     """
 
-    def __init__(self, kernel: Any, grid: int, scalars: tuple[Any, ...], forms: list[list[Any]]) -> None:
-        self.kernel, self.grid, self.scalars, self.forms = kernel, (grid,), scalars, forms
+    def __init__(self, kernel: Any, grid: int, scalars: tuple[Any, ...], forms: list[list[Any]],
+                 is_packed: bool) -> None:
+        self.kernel, self.grid, self.scalars, self.forms, self.is_packed = kernel, (grid,), scalars, forms, is_packed
         self.enqueue = Enqueue(kernel, self.grid, scalars, OPTIONS, specialized=kernel.arg_names.index("numbers"))
-        self.places = operator.itemgetter(*[i if form else len(forms) for i, own in enumerate(forms)
-                                            for form in own or [True]])
-        self.stop = sum(len(own) or 1 for own in forms[:6])  # arguments before the seed
+        self.places = operator.itemgetter(*[i if form else len(forms) for i, own in enumerate(forms) for form in own])
 
-    def __call__(self, *tensors: torch.Tensor, seed: torch.Tensor | None = None) -> None:
+    def __call__(self, tensors: tuple[torch.Tensor, ...], lse: torch.Tensor, delta: torch.Tensor,
+                 operands: BackwardOperands) -> None:
         """Enqueue it on the current stream of the current device."""
         addresses = self.places((*[tensor.data_ptr() for tensor in tensors], None))
-        if seed is not None:
-            addresses = (*addresses[:self.stop], seed.data_ptr(), *addresses[self.stop:])
-        self.enqueue(addresses, lambda: self.arguments(tensors, seed), alike=seed is None)
+        plain = operands is NO_BACKWARD_OPERANDS
+        more = () if plain else [tensor.data_ptr() for tensor in (operands.seed, *self._packed(tensors),
+                                                                  *operands.lengths) if tensor is not None]
+        self.enqueue((*addresses, lse.data_ptr(), delta.data_ptr(), *more),
+                     lambda: self.arguments(tensors, lse, delta, operands), alike=plain)
 
-    def arguments(self, tensors: tuple[torch.Tensor, ...], seed: torch.Tensor | None = None) -> tuple[Any, ...]:
-        """Return a descriptor of each chunk of a tensor's columns; lse, delta and the seed as they are, together."""
+    def arguments(self, tensors: tuple[torch.Tensor, ...], lse: torch.Tensor, delta: torch.Tensor,
+                  operands: BackwardOperands = NO_BACKWARD_OPERANDS) -> tuple[Any, ...]:
+        """Return a descriptor of each chunk of a tensor's columns, and what goes by addresses."""
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
         made: list[Any] = []
         for tensor, forms in zip(tensors, self.forms, strict=True):
             made += [form and TensorDescriptor(tensor, list(tensor.shape), legal_strides(tensor), *form)
                      for form in forms]
-        of_gradients = sum(map(len, self.forms[6:]))
-        return (*made[:-of_gradients], RowStatsAndSeed(*tensors[4:6], seed), *made[-of_gradients:])
+        return (*made, WideHeadPointers(lse, delta, operands.seed, *self._packed(tensors), operands.lengths))
+
+    def _packed(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return the one or two gradients of packed sequences, else None's."""
+        first, *second = tensors[4:]
+        return (first, *(second or [None])) if self.is_packed else (None, None)
 
 
 class HopperBackwardApart:
@@ -103,32 +114,31 @@ class HopperBackwardApart:
         (of_q, of_v), (of_dk, of_dv), (of_dq, _) = (
             [[make(call, size) for size in sizes] + [None] * (2 - len(sizes)) for sizes in config.columns(problem)]
             for make, call in ((input_form, problem), (gradient_form, of_splits), (gradient_form, problem)))
-        sources = [of_q, of_q, of_v, of_v, [], []]
-        bounds = bounds_of(problem)[:2]
-        has_lower, has_upper = (bound is not None for bound in bounds)
+        sources, sequences = [of_q, of_q, of_v, of_v], problem.sequences
+        *bounds, count, _is_shifted = bounds_of(problem)
         lower, upper = (0 if bound is None else bound + self.queries.start for bound in bounds)
         sq, sk = len(self.queries), len(self.keys)
         mask, scales = MaskBounds(sq, sk, lower, upper), Scales(gradient_scale(problem), *scaling_of(problem))
         dropout = dropout_of(problem, self.queries.start)
-        tiles, tiles_q = -(-sk // 64), -(-sq // 128)
+        tiles, tiles_q = sequences.slots(sk, 64), sequences.slots(sq, 128)
         self.dkdv = HopperPart(
             hopper_backward_d256_kernel, tiles * problem.b * of_splits.hk,
             (BackwardNumbers(TileGrid(tiles, of_splits.hk, problem.b, schedule.kv_heads_per_swizzle), mask,
-                             of_splits.group, scales, dropout=dropout, group_splits=schedule.kv_head_divisor),
+                             of_splits.group, scales, count, dropout, group_splits=schedule.kv_head_divisor),
              d256_kernel_config(problem, config)),
-            [*sources, of_dk, of_dv])
+            [*sources, of_dk, of_dv], sequences.packed is not None)
         self.dq = HopperPart(
             hopper_dq_d256_kernel, tiles_q * problem.b * problem.hq,
             (BackwardNumbers(TileGrid(tiles_q, problem.hq, problem.b, schedule.dq_heads_per_swizzle), mask,
-                             problem.group, scales, dropout=dropout),
-             DQConfig(HAS_LOWER=has_lower, HAS_UPPER=has_upper, HAS_DROPOUT=problem.scores.dropout_p > 0.0)),
-            [*sources, of_dq])
+                             problem.group, scales, count, dropout),
+             DQConfig(**wide_head_flags(problem))),
+            [*sources, of_dq], sequences.packed is not None)
 
     def __call__(self, *tensors: torch.Tensor, operands: BackwardOperands = NO_BACKWARD_OPERANDS) -> None:
-        """Enqueue the kernels on the current stream of the current device; of the operands they read the seed."""
+        """Enqueue the kernels on the current stream of the current device; they read a seed and lengths."""
         q, k, v, dout, lse, delta, dq, dk, dv = self._read(tensors)
-        self.dkdv(q, k, v, dout, lse, delta, dk, dv, seed=operands.seed)
-        self.dq(q, k, v, dout, lse, delta, dq, seed=operands.seed)
+        self.dkdv((q, k, v, dout, dk, dv), lse, delta, operands)
+        self.dq((q, k, v, dout, dq), lse, delta, operands)
 
     def _read(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         return tensors if self.reads_all else rows_of(tensors, self.queries, self.keys)
