@@ -139,7 +139,7 @@ def test_gradients_leave_out_what_dropout_drops(mask, dims, softcap):
 
 LENGTHS = {
     "packed": ((120, 0, 180, 1), (211, 40, 50, 70), None),
-    "packed_padded": ((120, 60, 180), (211, 40, 110), ((100, 60, 131), (64, 0, 97))),
+    "packed_padded": ((120, 60, 180), (211, 40, 110), ((100, 60, 131), (64, 0, 97))),  # 36 and 34 queries see no key
     "padded": ((190, 190), (230, 230), ((150, 0), (201, 230)))}
 BANDS = {"full": Mask(), "causal": causal("bottom_right"), "window": window(60, 10, "top_left")}
 
@@ -150,7 +150,7 @@ BANDS = {"full": Mask(), "causal": causal("bottom_right"), "window": window(60, 
     ("padded", "full", (192, 128), {"softcap": 1.5}), ("padded", "causal", (256, 256), {"dropout_p": 0.25}),
     ("padded", "window", (136, 40), {})])
 def test_sequences_are_alone_among_others_and_padding_reaches_nothing(lengths, mask, dims, options):
-    """Padding is NaN, in every input but lse and delta, and every gradient of it is 0."""
+    """Padding is NaN, and what queries that see no key have, in every input but lse, and every gradient of it is 0."""
     random.seed(0)
     torch.manual_seed(0)
     (of_q, of_k, used), (d, dv), seed = LENGTHS[lengths], dims, torch.tensor([2**40 + 7])
@@ -173,14 +173,20 @@ def test_sequences_are_alone_among_others_and_padding_reaches_nothing(lengths, m
             one[entry, :, rows] = torch.randn_like(one[entry, :, rows])
         lse[entry, :, rows_q], delta[entry, :, rows_q] = torch.randn(2, hq, sq) + torch.tensor([[[4.0]], [[0.0]]])
         if not sq or not sk:
+            for one in (q, dout, delta):
+                one[entry, :, rows_q] = torch.nan
+            lse[entry, :, rows_q] = -torch.inf
             continue
         visible = BANDS[mask].visible(sq, sk)
         blind = ~visible.any(1)
         lse[entry, :, rows_q][:, blind] = -torch.inf
+        for one in (q, dout, delta):
+            one[entry, :, rows_q][:, blind] = torch.nan
         own = [one[entry:entry + 1, :, rows] for one, rows in (
             (q, rows_q), (k, rows_k), (v, rows_k), (dout, rows_q), (lse, rows_q), (delta, rows_q))]
         own[4] = own[4].masked_fill(own[4].isinf(), torch.inf)  # P is 0 of those that see nothing
         kept = keep_tile(seed, hq, Span(0, sq), Span(0, sk), p, n * hq).double() / (1.0 - p)
+        own = [one.nan_to_num(0.0, torch.inf) for one in own]
         found = expected(replace(whole, sq=sq, sk=sk), own, visible=visible, function=function, kept=kept)
         for one, part, rows in zip(wanted, found, (rows_q, rows_k, rows_k), strict=True):
             one[entry, :, rows] = part[0]

@@ -39,6 +39,8 @@ DROPS = ScoreOptions(dropout_p=0.5)
 FUNCTION = FunctionSpec(FunctionCode("sees", None, None, None, 0), ())
 OF_ENTRIES, OF_HEADS = (FunctionSpec(FunctionCode("sees", lambda *_: True, None, None, 1, reads_head=reads_head),
                                      (torch.int32,)) for reads_head in (False, True))
+UNALIGNED = ("takes dropout under a window where lengths are data if it is aligned at the top left, got "
+             "causal(alignment='bottom_right') & window(80, 0)")
 FIRSTS = "takes dropout where the first query that sees a key and the first key that is seen are multiples of 16, got "
 
 
@@ -203,6 +205,9 @@ def test_each_refusal_of_a_bias_says_what_was_got(problem, reason):
      "needs a triton function, got sees without one; backend='reference' takes a torch function"),
     (problem_of(dims=(64, 256), scores=ScoreOptions(alibi_slopes=SLOPES)).backward(lse_grad=False),
      "takes, in its backward pass, head dims up to 128 with ALiBi, got 64 and 256"),
+    (problem_of(scores=DROPS, sequences=LENGTHS, mask=window(80, 0, "bottom_right")), UNALIGNED),
+    (problem_of(dims=(256, 64), scores=DROPS, sequences=LENGTHS, mask=window(80, 0, "bottom_right")).backward(
+        lse_grad=False), UNALIGNED),
     (problem_of(dims=(64, 256), scores=ScoreOptions(alibi_slopes=SLOPES, score_function=FUNCTION)).backward(
         lse_grad=False),
      "takes, in its backward pass, head dims up to 128 with ALiBi and a score function, got 64 and 256"),

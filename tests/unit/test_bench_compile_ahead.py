@@ -43,6 +43,25 @@ for task, config in tiles:
     launch.compile(launch.arguments(tuple(tensors)))
 assert sorted(cache.rglob("*.cubin")) == compiled
 """
+WIDE_HEADS = """
+import torch
+from tilewise.bench.tile_launches import PER_ROW, TENSORS, tile_launch
+from tilewise.bench.tuning_runs import Task, Wanted, tasks
+from tilewise.testing.inputs import make_inputs
+from tilewise.tuning.heuristics_hopper import backward_heuristic
+
+CPU = torch.device("cpu")
+wanted = Wanted(("forward",), widths=(256,), masks=("none",), lengths=(128,), tokens=256, hidden=256)
+task = Task("hopper_backward", tasks(wanted, CPU)[0].cell)
+problem, inputs = task.problem(CPU), make_inputs(task.cell.case, task.cell.dtype, CPU)
+launch = tile_launch(task.kernel, problem, backward_heuristic(problem))
+named = {name: torch.zeros(inputs.q.shape[:3]) if name in PER_ROW else torch.zeros_like(inputs.q)
+         for name in TENSORS[task.kernel]}
+*described, pointers = launch.arguments(tuple(named.values()))
+given = [own.base for own in described if own is not None]
+assert [id(own) for own in given] == [id(named[name]) for name in ("q", "k", "v", "dout", "dk", "dv")]
+assert pointers.lse is named["lse"] and pointers.delta is named["delta"]
+"""
 
 
 @pytest.mark.aot
@@ -51,4 +70,11 @@ def test_a_launch_finds_what_the_processes_compiled(tmp_path):
     done = subprocess.run([sys.executable, "-c", SAME_KEY, str(tmp_path)], capture_output=True, text=True, check=False,
                           env=os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path),
                                             "PYTHONPATH": str(root / "src")})
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def test_the_kernel_of_wide_heads_gets_its_tensors_in_their_places():
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-c", WIDE_HEADS], capture_output=True, text=True, check=False,
+                          env=os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(root / "src")})
     assert done.returncode == 0, done.stderr[-4000:]

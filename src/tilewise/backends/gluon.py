@@ -371,6 +371,12 @@ def _wrong_scores(problem: AttentionProblem) -> str | None:
                 f"{problem.scores}")
     if problem.scores.softcap is not None and problem.scores.softcap > LARGEST_SOFTCAP:
         return f"takes softcaps up to {LARGEST_SOFTCAP:g}, got {problem.scores.softcap:g}"
+    widest, mask = max(problem.d, problem.dv), problem.mask
+    if (problem.scores.dropout_p and problem.sequences.are_data and mask.left is not None
+            and mask.alignment == "bottom_right"
+            and (problem.direction == "forward" or widest > WIDEST_WITH_EVERY_OPTION)):
+        # A block begins at a multiple of 16 keys there, at up to 15 that no query sees, whose NaN the kernels let in.
+        return f"takes dropout under a window where lengths are data if it is aligned at the top left, got {mask}"
     # Lengths that are data may not be known to be 0, but the tensors' are.
     if problem.is_empty or not (problem.sk and problem.pairs[0]):
         return "needs a pair that is visible, got none"

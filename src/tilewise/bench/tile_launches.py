@@ -76,7 +76,7 @@ class HopperLaunch:
         if self._is_forward:
             return tuple(self._launch.arguments(tensors, make(1, dtype=torch.int32)))
         if self._compiled is not self._launch:
-            return tuple(self._compiled.arguments((*tensors[:6], *tensors[7:])))  # without dq
+            return tuple(self._compiled.arguments((*tensors[:4], *tensors[7:]), *tensors[4:6]))  # without dq
         lse = make(self._launch.columns_shape, dtype=torch.bfloat16) if self._launch.config.augmented_k else tensors[4]
         return tuple(self._launch.arguments(self._launch.taken(tensors, lse),
                                             make(self._launch.accum_shape, dtype=torch.float32),

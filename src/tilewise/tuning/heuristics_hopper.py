@@ -251,10 +251,10 @@ def prefers_gluon(problem: AttentionProblem) -> bool:
     From 72 to 512 queries of 8 heads and 1 to 128 entries, full and causal, gluon was 1.04 to 2.5 times as fast as
     triton at head dims of 192 and 256 in both passes, however short. At 64 and 128 its forward was 1.14 to 1.41 times
     as fast above the least work, and below it 0.71 to 1.16 and 0.73 to 1.55; its backward 1.13 to 2 times above a tenth
-    of that work, and 0.93 to 1.4 below. No packed sequences were timed. How many entries make up the work of a
-    deterministic call must not be asked: gluon's is what many gain by, its backward 1.07 to 2.1 times as fast (at head
-    dim 64 and one entry 0.86 to 1.22), and at 128 its forward (0.85 to 1.55); at 64 that was at 0.74 to 0.99, and one
-    entry's work decides.
+    of that work, and 0.93 to 1.4 below. Of packed sequences those of 512 to 5000 tokens were timed, backward at 256
+    columns: 2 to 2.15 times as fast. How many entries make up the work of a deterministic call must not be asked:
+    gluon's is what many gain by, its backward 1.07 to 2.1 times as fast (at head dim 64 and one entry 0.86 to 1.22),
+    and at 128 its forward (0.85 to 1.55); at 64 that was at 0.74 to 0.99, and one entry's work decides.
 
     With a softcap at 256 columns the backward was 2.1 to 3 times as fast as triton's (causal, 1024 to 8192 tokens).
     """

@@ -2,7 +2,7 @@
 
 Triton specialises a kernel for each integer in a tuple, and for each address: for 1, and for multiples of 16. That is
 wanted of strides, and of addresses but for those of lengths. From the lengths on, or the numbers of a kernel that takes
-no lengths, it is compiled for any (:func:`tilewise.kernels.enqueue.unspecialized`).
+no lengths as an argument of their own, it is compiled for any (:func:`tilewise.kernels.enqueue.unspecialized`).
 """
 
 from typing import Any, NamedTuple

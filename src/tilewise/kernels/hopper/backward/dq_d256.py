@@ -6,7 +6,7 @@ warpgroups (maths.md, eq. 10): the exponentials of one run beside the MMAs of th
 block is released when its dQ is done, V when its dP is.
 
 Q, dO, K and V come in chunks of columns as in d256.py. Where lengths are data, keys of other sequences are zeroed in
-their tile, and what comes of rows that are no query is not written, or as 0.
+their tile, and what comes of rows that are no query, or see no key, is not written, or as 0.
 """
 
 from triton.experimental import gluon
@@ -25,7 +25,7 @@ from tilewise.kernels.hopper.backward.d256_types import DQArgs, DQSmem, Inputs, 
 from tilewise.kernels.hopper.backward.dropout import score_gradient
 from tilewise.kernels.hopper.backward.mmas import SCORE_LAYOUT
 from tilewise.kernels.hopper.backward.producers import fetch_row_stats, in_base_2
-from tilewise.kernels.hopper.backward.q_tile import QTile, locate_queries, q_tile_of
+from tilewise.kernels.hopper.backward.q_tile import QTile, blank_blind, locate_queries, q_tile_of
 from tilewise.kernels.hopper.backward.types import Pipe
 from tilewise.kernels.hopper.dropout import draws_of, drop
 from tilewise.kernels.hopper.mask_ranges import (
@@ -46,7 +46,7 @@ from tilewise.kernels.hopper.pipeline import (
 from tilewise.kernels.hopper.products import finish
 from tilewise.kernels.hopper.softmax import hide, pack_pairs, tanh_of, times_tanh_derivative
 from tilewise.kernels.hopper.tile_scheduler import KVTile, tile_at
-from tilewise.kernels.hopper.varlen import blank, store_tile_metadata
+from tilewise.kernels.hopper.varlen import store_tile_metadata
 
 K_STAGES: gl.constexpr = gl.constexpr(2)  # tiles of K in flight; of V one: two were no faster where they fit
 
@@ -159,7 +159,7 @@ def attend(args, smem, WG: gl.constexpr, C: gl.constexpr):
     dq = accumulate_blocks(gl.maximum(begin, masked), blocks.count, dq, view, smem, scales, WG, False, C)
     left = 64
     if C.VARLEN:
-        dq = blank(dq, bounds.sq - row)
+        dq = blank_blind(dq, row, bounds, C)
         left = tile.rows - row
     write_gradients(args.dq, args.dq_ptr, smem.q.q_tiles, WG, dq, scales.gradient,
                     (tile.batch, tile.head, tile.row_q + row), left, C)

@@ -1,4 +1,4 @@
-"""What a tile of keys leaves behind in the Hopper backward: dK and dV, by way of shared memory."""
+"""What a tile leaves behind in the Hopper backward by way of shared memory: dK and dV, or dQ of wide heads."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

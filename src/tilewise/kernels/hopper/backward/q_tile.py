@@ -43,6 +43,8 @@ def locate_queries(number, grid, bounds, lengths, C: gl.constexpr):
         ROWS: gl.constexpr = 64 * C.CONSUMERS
         sequence = sequence_of(cu_q, num_sequences, first // ROWS, ROWS, FOUR_WARPS)
     row_q, rows, sq = extent(cu_q, seqlens_q, sequence, num_sequences, total_q)
+    rows = gl.minimum(rows, total_q - row_q)  # a border behind the tensor leads no write there
+    sq = gl.minimum(sq, rows)
     row_k, _rows, sk = extent(cu_k, seqlens_k, sequence, num_sequences, total_k)
     if C.HAS_CU_SEQLENS:
         first -= (row_q // ROWS + sequence) * ROWS
@@ -65,3 +67,23 @@ def q_tile_of(metadata, tile, bounds, WARPS: gl.constexpr, C: gl.constexpr):
                      load_tile_metadata(metadata, 8, WARPS), load_tile_metadata(metadata, 9, WARPS),
                      load_tile_metadata(metadata, 10, WARPS))
     return tile, bounds
+
+
+@gluon.jit
+def blank_blind(acc, row, bounds, C: gl.constexpr):
+    """Zero the rows of every piece of dQ, from query ``row`` on, that are no query or see no key.
+
+    Their probabilities are 0, but NaN in their dO or delta would make their dS NaN.
+    """
+    begin = 0
+    stop = bounds.sq
+    if C.HAS_UPPER:
+        begin = gl.maximum(0, -bounds.upper)
+    if C.HAS_LOWER:
+        stop = gl.minimum(stop, bounds.sk - bounds.lower)
+    stop = gl.where(bounds.sk > 0, stop, 0)
+    blanked = ()
+    for i in gl.static_range(len(acc)):
+        rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, acc[i].type.layout))
+        blanked = blanked + (gl.where(((rows >= begin) & (rows < stop))[:, None], acc[i], 0.0),)
+    return blanked
