@@ -92,6 +92,7 @@ def _calls() -> dict[str, Delayed]:
             f"backward_64_{kind}": _gradients(_case(4, 300, 64, "causal", **data), {BACKWARD: 3}, repeats=("dk", "dv")),
             f"backward_128_{kind}": _gradients(_case(4, 300, 128, "full", **data), {BACKWARD: 3},
                                                repeats=("dk", "dv")),
+            f"wide_{kind}": _gradients(_case(4, 300, 256, "causal", **data), {D256: 3, DQ_D256: 3}),
         }
     return found | {
         "forward_3_full": Delayed(_case(20, 1100, 64, "full"), {FORWARD: 4}),

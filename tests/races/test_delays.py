@@ -15,6 +15,7 @@ backward to 64: tiles drawn                               full, causal
 backward to 128: in order, drawn, alone                   full, causal, window
 backward with a bias, to 64 and to 128: tiles drawn       full, causal
 backward to 128, padded and packed                        causal at 64 columns, full at 128
+wide, with dq, padded and packed                          causal
 backward in pieces; wide, with dq                         full, causal, window
 gradient of a bias                                        full, causal, window
 decoding, and what combines parts                         full: each warp a role
