@@ -153,6 +153,27 @@ def test_every_row_of_packed_sequences_is_in_one_tile_and_tiles_know_their_seque
     assert written == Counter((head, row) for head in range(2) for row in range(sequences.totals[0]))
 
 
+@pytest.mark.parametrize("rows", [[100, 300], [300, 100], [50, 400, 30]], ids=str)
+@pytest.mark.parametrize("behind", [-20, -110, -390])
+def test_a_border_behind_the_tensor_leads_no_tile_there(rows, behind):
+    """Each row of the tensors is in one tile, and no tile has other rows, of queries or of keys."""
+    sequences = Packed([rows, rows], [None, None], behind)
+    total = sequences.totals[0]
+    order, band, operands, shape = sequences.bound(Mask())
+    written = Counter()
+    for tile, row_k in located(order, band, operands, shape):
+        assert row_k + tile.sk <= total
+        written.update(tile.row_start + row for row in range(tile.first, min(
+            tile.rows, tile.first + ROWS * CONFIG.consumers)))
+    assert written == Counter(range(total))
+    written = Counter()
+    for (first, *_), bounds, (row_q, row_k, *_begins, of_tile, _block) in located_keys(
+            *sequences.bound(Mask(), backward=True)):
+        assert row_q + bounds.sq <= total
+        written.update(row_k + key for key in range(first, min(of_tile, first + 128)))
+    assert written == Counter(range(total))
+
+
 @given(packed(), MASKS)
 @example(Packed([[128, 0, 0, 1, 300], [5, 700, 0, 0, 129]], [None, None], 0), causal("bottom_right"))
 @example(Packed([[300], [700]], [None, [300]], 0), causal("top_left"))

@@ -65,3 +65,15 @@ def test_accumulator_blocks_of_packed_sequences_become_their_rows(lengths, first
         sums, StridedRows(got, *got.stride()[:3]), cu_seqlens, dq.shape[2], H, 2 * steps, len(lengths), 0.5, columns,
         width // 2, 2)
     assert torch.equal(got.cpu(), (dq * 0.5).half().expand(1, H, -1, -1))
+
+
+def test_a_border_behind_dq_leads_no_write_there(device):
+    rows, width, steps, behind = 130, 64, 5, 50
+    sums = sums_of(torch.ones(B, H, steps * 64, width), width, [width // 2] * 2).to(device)
+    whole = torch.full((1, H, rows + behind, width), float("nan"), dtype=torch.float16, device=device)
+    got = whole[:, :, :rows]
+    cu_seqlens = torch.tensor([0, 100, rows + behind], device=device)
+    hopper_dq_kernel[(2 * steps * H,)](sums, StridedRows(got, *got.stride()[:3]), cu_seqlens, rows, H, 2 * steps, 2,
+                                       0.5, width, width // 2, 2)
+    assert (got == 0.5).all()
+    assert whole[:, :, rows:].isnan().all()

@@ -23,3 +23,19 @@ def test_the_first_border_is_taken_for_0_so_that_nothing_is_read_in_front_of_the
     for got, wanted in zip(*results, strict=True):
         assert torch.equal(got, wanted)
         assert got[:140].abs().sum() > 0
+
+
+@pytest.mark.parametrize("behind", [(20, 70, 400), (20, 400, 500)], ids=str)
+def test_a_border_behind_the_tensors_is_taken_for_their_end(behind, device, monkeypatch):
+    """Nothing is read or written there."""
+    monkeypatch.setattr("tilewise.problem.length_checks._may_look", lambda *_, **__: False)
+    torch.manual_seed(0)
+    tensors = [torch.randn(150, 2, 16, device=device).requires_grad_() for _ in range(3)]
+    results = []
+    for borders in ((0, *behind), (0, *[min(border, 150) for border in behind])):
+        cu_seqlens = torch.tensor(borders, dtype=torch.int32, device=device)
+        out, lse = attention_varlen(*tensors, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=150,
+                                    max_seqlen_k=150, mask=causal("top_left"), return_aux=("lse",), backend="triton")
+        results.append((out.detach(), lse.detach(), *torch.autograd.grad(out.square().sum(), tensors)))
+    for got, wanted in zip(*results, strict=True):
+        assert torch.equal(got, wanted)

@@ -134,13 +134,16 @@ def border_at(cu_seqlens, number):
 
 @gluon.jit
 def extent(cu_seqlens, seqlens, sequence, num_sequences, total):
-    """Return where a sequence begins in its tensor, the rows it has there, and how many of them take part."""
+    """Return where a sequence begins in its tensor, the rows it has there, and how many of them take part.
+
+    A border behind the tensor's end is taken for it: nothing is read or written there.
+    """
     begin = 0
     rows = total
     length = total
     if cu_seqlens is not None:
-        begin = border_at(cu_seqlens, sequence)
-        stop = border_at(cu_seqlens, gl.minimum(sequence + 1, num_sequences))
+        begin = gl.minimum(border_at(cu_seqlens, sequence), total)
+        stop = gl.minimum(border_at(cu_seqlens, gl.minimum(sequence + 1, num_sequences)), total)
         rows = gl.where(sequence < num_sequences, stop, total) - begin
         length = stop - begin  # 0 past the last sequence
     if seqlens is not None:

@@ -48,13 +48,16 @@ def sequence_start(cu_seqlens, number):
 
 @triton.jit
 def sequence_extent(cu_seqlens, seqlens, sequence, count, total):
-    """Return where a sequence begins in its tensor, the rows it has there, and how many of them take part."""
+    """Return where a sequence begins in its tensor, the rows it has there, and how many of them take part.
+
+    A border behind the tensor's end is taken for it: nothing is read or written there.
+    """
     begin = 0
     rows = total
     length = rows
     if cu_seqlens is not None:
-        begin = sequence_start(cu_seqlens, sequence)
-        stop = sequence_start(cu_seqlens, tl.minimum(sequence + 1, count))
+        begin = tl.minimum(sequence_start(cu_seqlens, sequence), total)
+        stop = tl.minimum(sequence_start(cu_seqlens, tl.minimum(sequence + 1, count)), total)
         rows = tl.where(sequence < count, stop, total) - begin
         length = stop - begin  # 0 past the last sequence
     if seqlens is not None:

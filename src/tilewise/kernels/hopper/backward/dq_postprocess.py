@@ -11,7 +11,7 @@ def rows_of_block(cu_seqlens, count, block, total):
     """Return the first row of dq of a block of 64 queries, and where its sequence ends.
 
     Packed sequence n owns the blocks from cu_seqlens[n] div 64 + n on; rows behind the last sequence count as one. The
-    first number is taken for 0, as in varlen.border_at.
+    first number is taken for 0, as in varlen.border_at, and one behind the tensor for its end, as in varlen.extent.
     """
     begin = block * 64
     stop = total
@@ -24,7 +24,7 @@ def rows_of_block(cu_seqlens, count, block, total):
         row = tl.load(cu_seqlens + sequence, mask=sequence > 0, other=0).to(tl.int32)
         begin += row - (row // 64 + sequence) * 64
         following = tl.load(cu_seqlens + tl.minimum(sequence + 1, count)).to(tl.int32)
-        stop = tl.where(sequence < count, following, total)
+        stop = tl.where(sequence < count, tl.minimum(following, total), total)
     return begin, stop
 
 

@@ -43,8 +43,6 @@ def locate_queries(number, grid, bounds, lengths, C: gl.constexpr):
         ROWS: gl.constexpr = 64 * C.CONSUMERS
         sequence = sequence_of(cu_q, num_sequences, first // ROWS, ROWS, FOUR_WARPS)
     row_q, rows, sq = extent(cu_q, seqlens_q, sequence, num_sequences, total_q)
-    rows = gl.minimum(rows, total_q - row_q)  # a border behind the tensor leads no write there
-    sq = gl.minimum(sq, rows)
     row_k, _rows, sk = extent(cu_k, seqlens_k, sequence, num_sequences, total_k)
     if C.HAS_CU_SEQLENS:
         first -= (row_q // ROWS + sequence) * ROWS
