@@ -33,7 +33,7 @@ def test_three_warpgroups_have_ping_pong_where_heads_are_narrow_and_sequences_lo
     for d, dv, s, mask, three in ((64, 64, 768, Mask(), True), (64, 64, 767, Mask(), False),
                                   (40, 64, 1792, causal(), True), (64, 64, 1791, causal(), False),
                                   (64, 64, 1792, window(None, 9), True), (64, 64, 2047, window(99, None), False),
-                                  (64, 64, 2048, window(99, 0), True),
+                                  (64, 64, 8192, window(4095, 0), True), (64, 64, 8192, window(99, 0), False),
                                   (64, 72, 4096, Mask(), False), (72, 64, 4096, Mask(), False)):
         config = forward_heuristic(replace(problem_of(d, dv, s=s, mask=mask), b=8, hq=32, hk=32))
         assert config.consumers == (3 if three else 2)
