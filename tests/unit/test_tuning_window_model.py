@@ -13,7 +13,7 @@ from tilewise.problem.options import FunctionSpec, OperandSpec, ScoreOptions
 from tilewise.problem.sequences import Sequences
 from tilewise.tuning.heuristics_hopper import forward_heuristic
 from tilewise.tuning.wave_model import grid_plan_of
-from tilewise.tuning.window_model import has_window, window_time
+from tilewise.tuning.window_model import has_window, tile_time
 
 
 def problem_of(d, mask, heads=(32, 32), s=8192, **fields):
@@ -96,5 +96,5 @@ def test_one_query_sees_one_block_of_its_window():
 
 def test_no_more_keys_are_counted_than_there_are():
     config, problem = HopperForwardConfig(64, 2), problem_of(64, window(511, 0), s=128)
-    assert window_time(problem, config, 1, 1.0) == window_time(replace(problem, mask=window(127, 0)), config, 1, 1.0)
-    assert window_time(problem, config, 1, 1.0) < window_time(replace(problem, sk=256), config, 1, 1.0)
+    assert tile_time(problem, config, 1) == tile_time(replace(problem, mask=window(127, 0)), config, 1)
+    assert tile_time(problem, config, 1) < tile_time(replace(problem, sk=256), config, 1)

@@ -26,7 +26,7 @@ from tilewise.problem import AttentionProblem
 from tilewise.tuning.ctas_per_head import choose_ctas_per_head
 from tilewise.tuning.device import DeviceSpec
 from tilewise.tuning.problem_traits import kernel_width, lengths_may_decide
-from tilewise.tuning.wave_model import MANY_WAVES, NEARLY, grid_plan_of, num_tiles_of, packs_of, windowed_time
+from tilewise.tuning.wave_model import MANY_WAVES, NEARLY, grid_plan_of, num_tiles_of, packs_of, window_time
 from tilewise.tuning.window_model import has_window
 
 NUM_SMS = 132  # of an H100 or an H200
@@ -124,7 +124,7 @@ def _window_config(problem: AttentionProblem, configs: list[HopperForwardConfig]
         narrow = [replace(two, block_n=64, kv_stages=stages) for stages in (4, 2)]
         configs.append(next(config for config in narrow if config.shared_bytes(problem) <= room))
 
-    return min(configs, key=lambda config: min(windowed_time(problem, config, rows, num_sms)
+    return min(configs, key=lambda config: min(window_time(problem, config, rows, num_sms)
                                                for rows in packs_of(problem)))
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from tilewise.kernels.hopper.forward.config import HopperForwardConfig, SplitPlan, pieces_of
 from tilewise.masks import Span
 from tilewise.problem import AttentionProblem
-from tilewise.tuning.window_model import has_window, window_time
+from tilewise.tuning.window_model import has_window, tile_time
 
 # Microseconds that two warpgroups take for a block of 128 keys: the softmax's, or those of each column of d and of dv.
 _SOFTMAX, _COLUMN = 1.15, 0.0057
@@ -60,7 +60,7 @@ def grid_plan_of(problem: AttentionProblem, config: HopperForwardConfig, num_sms
     if fewer < waves or (waves == 1 and packed.time < NEARLY * unpacked.time):
         return packed
     fits_better = (waves > 1 and has_window(problem) and config.consumers > 1
-                   and windowed_time(problem, config, pack_gqa, num_sms) < windowed_time(problem, config, 1, num_sms))
+                   and window_time(problem, config, pack_gqa, num_sms) < window_time(problem, config, 1, num_sms))
     return packed if fits_better else unpacked
 
 
@@ -72,10 +72,10 @@ def packs_of(problem: AttentionProblem) -> tuple[int, ...]:
     return 1, pack_gqa
 
 
-def windowed_time(problem: AttentionProblem, config: HopperForwardConfig, pack_gqa: int, num_sms: int) -> float:
+def window_time(problem: AttentionProblem, config: HopperForwardConfig, pack_gqa: int, num_sms: int) -> float:
     """Estimate the microseconds of a call under a window, in whole waves where they are few."""
     waves = num_tiles_of(problem, config, pack_gqa) / num_sms
-    return window_time(problem, config, pack_gqa, waves if waves > MANY_WAVES else math.ceil(waves))
+    return tile_time(problem, config, pack_gqa) * (waves if waves > MANY_WAVES else math.ceil(waves))
 
 
 def _plan_with(problem: AttentionProblem, config: HopperForwardConfig, pack_gqa: int, num_sms: int) -> GridPlan:

@@ -1,8 +1,8 @@
 """A cost model of the Hopper forward kernel under a window: how many queries a tile has, and how wide its blocks are.
 
 A tile computes the keys from the first one of its first query to the last one of its last query, in whole blocks. With
-a window of 128 keys two warpgroups of 128 queries compute 256 of which a query sees half, and as many rows that are 8
-heads at 16 queries compute 192, in blocks of 64. Against that, a wide block costs less a key than a narrow one.
+a window of 128 keys a tile of 128 queries computes 256 keys, of which each query sees half. A tile whose 128 rows are 8
+heads at 16 queries computes 192, in blocks of 64. Against that, a wide block costs less a key than a narrow one.
 
 The numbers are fits to 84 cells on an H200, with 8192 queries of 16 and 32 heads, windows of 64 to 4096 keys, groups of
 1 to 8 heads and head dims of 64, 128 and 256. The tile that the model chooses was the fastest, or within 1 % of it, in
@@ -27,14 +27,13 @@ def has_window(problem: AttentionProblem) -> bool:
     return problem.is_banded and problem.mask.left is not None and problem.mask.right is not None
 
 
-def window_time(problem: AttentionProblem, config: HopperForwardConfig, pack_gqa: int, tiles_per_sm: float) -> float:
-    """Estimate the microseconds of a call under a window.
+def tile_time(problem: AttentionProblem, config: HopperForwardConfig, pack_gqa: int) -> float:
+    """Estimate the microseconds of a tile under a window.
 
     Args:
         problem: the call; where its lengths are data, all are taken for longer than the window.
         config: its tile, of two warpgroups or three.
         pack_gqa: how many of a tile's rows are heads of one group at the same query.
-        tiles_per_sm: the number of tiles that one SM computes.
     """
     assert problem.mask.left is not None
     assert problem.mask.right is not None
@@ -49,4 +48,4 @@ def window_time(problem: AttentionProblem, config: HopperForwardConfig, pack_gqa
     blocks = math.ceil(keys / config.block_n)
     if blocks > 1:  # of several the first one takes as long again
         blocks += 1
-    return tiles_per_sm * (tile + blocks * block)
+    return tile + blocks * block
