@@ -1,6 +1,7 @@
 """Where a Hopper kernel's tiles lie when lengths are data: jit functions called as plain Python on CPU tensors."""
 
 from collections import Counter
+from dataclasses import replace
 from itertools import accumulate
 from types import SimpleNamespace
 
@@ -26,6 +27,7 @@ ROWS = 64  # queries a warpgroup
 BLOCK_N, STEP = 128, 64  # of a program of the backward kernel, and its queries a step
 CONFIG = HopperForwardConfig(block_n=128, consumers=2)
 MASKS = windows(600)
+PACKS = st.sampled_from((1, 2, 8))  # rows of a tile that are heads at one query
 
 
 class Pointer:
@@ -73,14 +75,16 @@ class Packed:
         self.borders = [list(accumulate(side, initial=0)) for side in rows]
         self.rows, self.used, self.totals = rows, used, [sum(side) + behind for side in rows]
 
-    def bound(self, mask, heads=1, backward=False):
+    def bound(self, mask, heads=1, backward=False, pack_gqa=1):
         """Return the kernel's arguments for them: order, band, lengths and what is fixed."""
         count = len(self.rows[0])
         said = [None if side is None else facts(count) for side in self.used]
-        problem = problem_of(self.totals, 1, heads, mask, Sequences(count, facts(count + 1), facts(count + 1), *said))
+        problem = replace(problem_of(self.totals, 1, heads, mask,
+                                     Sequences(count, facts(count + 1), facts(count + 1), *said)), hq=heads * pack_gqa)
         pointers = [Pointer(side) for side in self.borders] + [
             None if side is None else Pointer(side) for side in self.used]
-        return (arguments_of_backward if backward else arguments)(problem, (*pointers, count))
+        return arguments_of_backward(problem, (*pointers, count)) if backward else arguments(
+            problem, (*pointers, count), pack_gqa)
 
     def lengths(self, sequence):
         """Queries and keys that take part."""
@@ -95,8 +99,8 @@ def problem_of(sizes, b, heads, mask, sequences):
                             k_strides=strides, v_strides=strides)
 
 
-def arguments(problem, operands):
-    numbers, constants = bound_forward(problem, CONFIG).scalars
+def arguments(problem, operands, pack_gqa=1):
+    numbers, constants = bound_forward(problem, CONFIG, pack_gqa=pack_gqa).scalars
     assert numbers.num_sequences == operands[-1]
     return numbers.grid, numbers.bounds, operands, constants
 
@@ -131,17 +135,18 @@ def packed(draw):
     return Packed([draw(many), draw(many)], [draw(st.none() | many), draw(st.none() | many)], draw(st.integers(1, 200)))
 
 
-@given(packed(), MASKS)
-@example(Packed([[128, 0, 0, 1, 300], [5, 700, 0, 0, 129]], [None, None], 0), causal("bottom_right"))
-@example(Packed([[100, 300], [300, 100]], [[50, 0], [0, 300]], 70), window(10, 0, "bottom_right"))
-def test_every_row_of_packed_sequences_is_in_one_tile_and_tiles_know_their_sequence(sequences, mask):
-    order, band, operands, shape = sequences.bound(mask, heads=2)
+@given(packed(), MASKS, PACKS)
+@example(Packed([[128, 0, 0, 1, 300], [5, 700, 0, 0, 129]], [None, None], 0), causal("bottom_right"), 1)
+@example(Packed([[100, 300], [300, 100]], [[50, 0], [0, 300]], 70), window(10, 0, "bottom_right"), 1)
+def test_every_row_of_packed_sequences_is_in_one_tile_and_tiles_know_their_sequence(sequences, mask, pack_gqa):
+    order, band, operands, shape = sequences.bound(mask, heads=2, pack_gqa=pack_gqa)
+    queries = ROWS * CONFIG.consumers // pack_gqa
     written = Counter()
     for tile, row_k in located(order, band, operands, shape):
         first, head, batch, row_q, rows, sq, *_ = tile
         assert batch in range(len(sequences.rows[0])) or not sequences.rows[0], "no sequence at all is refused"
-        assert first % (ROWS * CONFIG.consumers) == 0
-        written.update((head, row_q + row) for row in range(first, min(rows, first + ROWS * CONFIG.consumers)))
+        assert first % queries == 0
+        written.update((head, row_q + row) for row in range(first, min(rows, first + queries)))
         if row_q == sequences.borders[0][-1] and sq == 0:
             continue  # behind the last one, or a sequence without queries
         sequence = next(n for n, start in enumerate(sequences.borders[0])
@@ -174,13 +179,15 @@ def test_a_border_behind_the_tensor_leads_no_tile_there(rows, behind):
     assert written == Counter(range(total))
 
 
-@given(packed(), MASKS)
-@example(Packed([[128, 0, 0, 1, 300], [5, 700, 0, 0, 129]], [None, None], 0), causal("bottom_right"))
-@example(Packed([[300], [700]], [None, [300]], 0), causal("top_left"))
-@example(Packed([[300], [700]], [[200], None], 0), causal("top_left"))
-@example(Packed([[700], [300]], [None, None], 0), window(100, 50, "bottom_right"))
-def test_kv_blocks_hold_every_visible_key_and_only_the_first_passes_the_last_visible_key(sequences, mask):
-    order, band, operands, shape = sequences.bound(mask)
+@given(packed(), MASKS, PACKS)
+@example(Packed([[128, 0, 0, 1, 300], [5, 700, 0, 0, 129]], [None, None], 0), causal("bottom_right"), 1)
+@example(Packed([[300], [700]], [None, [300]], 0), causal("top_left"), 1)
+@example(Packed([[300], [700]], [[200], None], 0), causal("top_left"), 1)
+@example(Packed([[700], [300]], [None, None], 0), window(100, 50, "bottom_right"), 1)
+def test_kv_blocks_hold_every_visible_key_and_only_the_first_passes_the_last_visible_key(sequences, mask, pack_gqa):
+    order, band, operands, shape = sequences.bound(mask, pack_gqa=pack_gqa)
+    rows_of_warpgroup = ROWS // pack_gqa
+    queries = rows_of_warpgroup * CONFIG.consumers
     for tile, _ in located(order, band, operands, shape):
         first, _head, _batch, row_q, rows, sq, seen, *_ = tile
         same = [n for n, start in enumerate(sequences.borders[0][:-1])
@@ -194,16 +201,16 @@ def test_kv_blocks_hold_every_visible_key_and_only_the_first_passes_the_last_vis
             assert seen == 0
             assert len(begins) == 1, "one step, that hides all"
             assert all(mask_ranges.masked_blocks_of.fn(row, spans, own_band, shape) == 1
-                       for row in (first, first + ROWS))
+                       for row in (first, first + rows_of_warpgroup))
             continue
         visible = mask.visible(sq, sequences.lengths(same[0])[1])
         any_sees = visible.any(0).nonzero().flatten().tolist()
         assert seen == (any_sees[-1] + 1 if any_sees else seen), "keys that nobody sees are read"
-        keys = visible[first:first + ROWS * CONFIG.consumers].any(0).nonzero().flatten().tolist()
+        keys = visible[first:first + queries].any(0).nonzero().flatten().tolist()
         assert all(any(begin <= key < begin + CONFIG.block_n for begin in begins) for key in keys)
-        for row in range(first, min(sq, first + ROWS * CONFIG.consumers), ROWS):
+        for row in range(first, min(sq, first + queries), rows_of_warpgroup):
             for begin in begins[mask_ranges.masked_blocks_of.fn(row, spans, own_band, shape):]:
-                part = visible[row:row + ROWS, begin:begin + CONFIG.block_n]
+                part = visible[row:row + rows_of_warpgroup, begin:begin + CONFIG.block_n]
                 assert part.all()
                 assert part.shape[1] == CONFIG.block_n
 

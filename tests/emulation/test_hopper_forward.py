@@ -104,15 +104,16 @@ def test_its_source_computes_some_tiles_in_one_and_the_others_in_splits(whole, s
 @pytest.mark.parametrize("config", [
     HopperForwardConfig(128, 3, ping_pong=True), HopperForwardConfig(128, 2, 4, ping_pong=True),
     HopperForwardConfig(128, 2)], ids=str)
-def test_its_source_computes_packed_sequences_on_the_cpu(mask, config):
+@pytest.mark.parametrize(("heads", "pack_gqa"), [((2, 1), 1), ((2, 1), 2), ((6, 2), 4)], ids=str)
+def test_its_source_computes_packed_sequences_on_the_cpu(mask, config, heads, pack_gqa):
     """Among them one without rows, one that ends in a tile's first warpgroup, and one without keys."""
     random.seed(0)
     lengths_q, lengths_k = (70, 0, 200, 1, 30), (70, 9, 260, 130, 0)
     cu_q, cu_k = (torch.tensor((0, *lengths)).cumsum(0).int() for lengths in (lengths_q, lengths_k))
-    problem, tensors = call_of(mask, (sum(lengths_q), sum(lengths_k)), (2, 1), (64, 64))
+    problem, tensors = call_of(mask, (sum(lengths_q), sum(lengths_k)), heads, (64, 64))
     facts = OperandSpec((len(cu_q),), (1,), torch.int32)
     problem = replace(problem, sequences=Sequences(len(lengths_q), facts, facts))
-    out, lse, _ = attend(problem, config, tensors, lengths=(cu_q, cu_k, None, None))
+    out, lse, _ = attend(problem, config, tensors, pack_gqa, lengths=(cu_q, cu_k, None, None))
     for number, (rows, keys) in enumerate(zip(lengths_q, lengths_k, strict=True)):
         part_q, part_k = slice(cu_q[number], cu_q[number] + rows), slice(cu_k[number], cu_k[number] + keys)
         if rows:
@@ -122,16 +123,18 @@ def test_its_source_computes_packed_sequences_on_the_cpu(mask, config):
 
 @pytest.mark.parametrize("mask", [Mask(), causal("bottom_right")], ids=str)
 @pytest.mark.parametrize("config", [HopperForwardConfig(128, 3, ping_pong=True), HopperForwardConfig(128, 2)], ids=str)
-def test_its_source_computes_padded_lengths_on_the_cpu_and_nan_behind_them_reaches_nothing(mask, config):
+@pytest.mark.parametrize(("heads", "pack_gqa"), [((2, 1), 1), ((2, 1), 2), ((6, 2), 4)], ids=str)
+def test_its_source_computes_padded_lengths_on_the_cpu_and_nan_behind_them_reaches_nothing(mask, config, heads,
+                                                                                           pack_gqa):
     random.seed(0)
     lengths_q, lengths_k = torch.tensor((300, 64, 0), dtype=torch.int32), torch.tensor((150, 290, 7), dtype=torch.int32)
-    problem, tensors = call_of(mask, (300, 300), (2, 1), (64, 64), b=3)
+    problem, tensors = call_of(mask, (300, 300), heads, (64, 64), b=3)
     facts = OperandSpec((3,), (1,), torch.int32)
     problem = replace(problem, sequences=Sequences(None, None, None, facts, facts))
     for tensor, lengths in zip(tensors, (lengths_q, lengths_k, lengths_k), strict=True):
         for entry, length in enumerate(lengths):
             tensor[entry, :, length:] = float("nan")
-    out, lse, _ = attend(problem, config, tensors, lengths=(None, None, lengths_q, lengths_k))
+    out, lse, _ = attend(problem, config, tensors, pack_gqa, lengths=(None, None, lengths_q, lengths_k))
     for entry, (rows, keys) in enumerate(zip(lengths_q, lengths_k, strict=True)):
         assert (out[entry, :, rows:] == 0.0).all()
         assert (lse[entry, :, rows:] == float("-inf")).all()
@@ -169,7 +172,8 @@ def test_max_logit_is_of_capped_scores(added):
                                rtol=1e-5, atol=1e-5)
 
 
-def test_max_logit_of_packed_sequences_is_minus_infinity_past_their_lengths():
+@pytest.mark.parametrize("pack_gqa", [1, 2])
+def test_max_logit_of_packed_sequences_is_minus_infinity_past_their_lengths(pack_gqa):
     borders = [torch.tensor([0, *itertools.accumulate(own)], dtype=torch.int32)
                for own in ((120, 0, 80), (300, 40, 90))]
     used = torch.tensor([100, 0, 80], dtype=torch.int32)
@@ -178,7 +182,7 @@ def test_max_logit_of_packed_sequences_is_minus_infinity_past_their_lengths():
     problem = replace(problem, scores=problem.scores._replace(max_logit=True),
                       sequences=Sequences(3, spec, spec, spec._replace(shape=(3,))))
     largest = torch.full((1, 2, 200), float("nan"))
-    attend(problem, HopperForwardConfig(128, 2), tensors, lengths=(*borders, used), max_logit=largest)
+    attend(problem, HopperForwardConfig(128, 2), tensors, pack_gqa, lengths=(*borders, used), max_logit=largest)
     q, k, _ = tensors
     for (first, count), keys in (((0, 100), (0, 300)), ((120, 80), (340, 430))):
         own = q[:, :, first:first + count], k[:, :, keys[0]:keys[1]]

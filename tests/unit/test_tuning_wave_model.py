@@ -7,12 +7,13 @@ import torch
 
 from tilewise.dispatch import order
 from tilewise.kernels.hopper.forward.config import HopperForwardConfig
-from tilewise.masks import Mask, causal
+from tilewise.masks import Mask, causal, window
 from tilewise.problem import AttentionProblem
 from tilewise.problem.options import OperandSpec, ScoreOptions
 from tilewise.problem.sequences import Sequences
 from tilewise.tuning.device import DeviceSpec
 from tilewise.tuning.heuristics_hopper import forward_heuristic
+from tilewise.tuning.schedules_hopper import forward_schedule
 from tilewise.tuning.select import hopper_forward_config
 from tilewise.tuning.wave_model import grid_plan_of
 
@@ -107,7 +108,24 @@ def test_heads_of_a_group_share_tiles_where_that_makes_fewer_waves_or_tiles_to_s
         assert grid_plan_of(problem, TWO, 132).pack_gqa == pack
         assert grid_plan_of(replace(problem, deterministic=True), TWO, 132).pack_gqa == 1, "a batch element is one wave"
         varlen = replace(problem, sequences=Sequences(seqlens_q=OperandSpec((b,), (1,), torch.int32)))
-        assert grid_plan_of(varlen, TWO, 132).pack_gqa == 1, "a length ends one head's rows"
+        assert grid_plan_of(varlen, TWO, 132).pack_gqa == 1, "it was not timed"
+
+
+@pytest.mark.parametrize(("heads", "count", "d", "pack"), [
+    ((32, 8), 251, 128, 4), ((32, 8), 4, 128, 4), ((64, 8), 4, 64, 8), ((16, 8), 4, 64, 2),  # whatever their length
+    ((24, 8), 251, 64, 4), ((24, 8), 115, 64, 1), ((24, 8), 4, 64, 1),  # of four heads in a tile one does not exist
+    ((32, 8), 28, 256, 4), ((32, 8), 4, 256, 1),  # wide heads
+    ((8, 8), 251, 128, 1), ((130, 1), 251, 128, 1)], ids=str)
+@pytest.mark.parametrize("mask", [Mask(), causal("top_left"), window(127, 0)], ids=str)
+def test_heads_of_a_group_share_tiles_where_packed_sequences_then_end_in_fewer(heads, count, d, pack, mask):
+    """16384 tokens in so many sequences."""
+    facts = OperandSpec((count + 1,), (1,), torch.int32)
+    problem = problem_of(1, heads, 16384, d, mask, sequences=Sequences(count, facts, facts))
+    if mask.left is None:
+        assert forward_schedule(problem, TWO, 132).pack_gqa == pack
+    assert forward_schedule(problem, TWO, 132).pack_gqa >= pack, "beside ends a window may fit better"
+    for other in ({"deterministic": True}, {"scores": ScoreOptions(dropout_p=0.1)}):
+        assert forward_schedule(replace(problem, **other), TWO, 132).pack_gqa == 1
 
 
 def test_few_queries_of_many_keys_go_to_gluon_where_their_keys_are_split(monkeypatch):

@@ -47,19 +47,21 @@ def test_keys_behind_a_query_count_too():
     assert chosen(problem_of(64, window(512, 512))) == (2, 128, 1)
 
 
-def test_packed_sequences_have_blocks_that_fit_the_window_and_tiles_of_one_head():
+def test_packed_sequences_have_blocks_that_fit_the_window_and_tiles_of_a_group_unless_deterministic():
     sequences = Sequences(5, OperandSpec((6,), (1,), torch.int32), OperandSpec((6,), (1,), torch.int32))
     for keys, block_n in ((128, 64), (512, 128)):
         problem = problem_of(64, window(keys - 1, 0), (32, 4), sequences=sequences)
-        assert chosen(problem) == (2, block_n, 1)
+        assert chosen(problem) == (2, 64, 8)
+        assert chosen(replace(problem, deterministic=True)) == (2, block_n, 1)
 
 
 @pytest.mark.parametrize("sequences", [
     Sequences(5, OperandSpec((6,), (1,), torch.int32), OperandSpec((6,), (1,), torch.int32)),
     Sequences(seqlens_k=OperandSpec((1,), (1,), torch.int32))], ids=str)
-def test_neighbours_do_not_change_the_tile_of_a_deterministic_call(sequences):
+@pytest.mark.parametrize("heads", [(16, 16), (32, 4)], ids=str)
+def test_neighbours_do_not_change_the_tile_of_a_deterministic_call(sequences, heads):
     for keys, block_n in ((128, 64), (512, 128)):
-        problem = problem_of(64, window(keys - 1, 0), (16, 16), sequences=sequences, deterministic=True)
+        problem = problem_of(64, window(keys - 1, 0), heads, sequences=sequences, deterministic=True)
         assert {chosen(replace(problem, sq=s, sk=s)) for s in (700, 1024, 2800, 8192)} == {(2, block_n, 1)}
 
 

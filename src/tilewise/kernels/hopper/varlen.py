@@ -162,7 +162,7 @@ def locate_tile(number, grid, bounds, lengths, C: gl.constexpr):
         cu_q, cu_k, seqlens_q, seqlens_k, num_sequences = lengths
         sequence = batch
         if C.HAS_CU_SEQLENS:
-            ROWS: gl.constexpr = 64 * C.CONSUMERS
+            ROWS: gl.constexpr = 64 * C.CONSUMERS // C.PACK_GQA  # queries of a tile
             sequence = sequence_of(cu_q, num_sequences, first // ROWS, ROWS, _FOUR_A_THREAD)
         row_q, rows, sq = extent(cu_q, seqlens_q, sequence, num_sequences, bounds.sq)
         row_k, _rows, sk = extent(cu_k, seqlens_k, sequence, num_sequences, bounds.sk)
@@ -390,7 +390,16 @@ def store_some(out_tile, out_ptr, out_desc, place, left, FIRST: gl.constexpr, OU
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // OUT, OUT // 8], [4, 1], [1, 0])
     rows = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
     columns = FIRST + gl.arange(0, OUT, layout=gl.SliceLayout(0, LAYOUT))
-    lines = gl.multiple_of(head * out_desc.strides[1] + (row + rows) * out_desc.strides[2], 8)
-    inside = (rows < left)[:, None] & (columns // 8 < out_desc.shape[3] // 8)[None, :]
+    RANK: gl.constexpr = len(out_desc.block_type.shape)
+    exists = rows < left
+    if RANK == 5:  # (b, hk, s, group, d)
+        PACK_GQA: gl.constexpr = out_desc.block_type.shape[3]
+        member = rows % PACK_GQA
+        exists = exists & (member < out_desc.shape[3])
+        offsets = (row + rows // PACK_GQA) * out_desc.strides[2] + member * out_desc.strides[3]
+    else:
+        offsets = (row + rows) * out_desc.strides[2]
+    lines = gl.multiple_of(head * out_desc.strides[1] + offsets, 8)
+    inside = exists[:, None] & (columns // 8 < out_desc.shape[RANK - 1] // 8)[None, :]
     values = out_tile.reshape([64, OUT]).load(LAYOUT)
     gl.store((out_ptr + lines)[:, None] + columns[None, :], values, mask=inside)

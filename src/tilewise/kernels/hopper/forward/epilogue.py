@@ -43,11 +43,21 @@ class Rows(NamedTuple):
 
 
 @gluon.jit
+def copy_out(out_desc, coord, out_tile, FIRST: gl.constexpr, C: gl.constexpr):
+    """Copy staged columns of 64 rows to out, by TMA."""
+    batch, head, row = coord
+    if C.PACK_GQA > 1:
+        tma_store(out_desc, [batch, head, row, 0, FIRST], out_tile)
+    else:
+        tma_store(out_desc, [batch, head, row, FIRST], out_tile)
+
+
+@gluon.jit
 def store_columns(acc, coord, left, out_desc, out_ptr, out_tiles, WG: gl.constexpr, FIRST: gl.constexpr,
                   C: gl.constexpr):
     """Write some columns of out through the warpgroup's buffers, in the order of those, halving what is too wide.
 
-    ``left``: rows to the end of a packed sequence; TMA would write past it.
+    ``left``: rows of the tile to the end of a packed sequence; TMA would write past it.
     """
     if acc.shape[1] > C.OUT:
         HALF: gl.constexpr = acc.shape[1] // 2
@@ -56,20 +66,17 @@ def store_columns(acc, coord, left, out_desc, out_ptr, out_tiles, WG: gl.constex
         store_columns(gl.convert_layout(low, LAYOUT), coord, left, out_desc, out_ptr, out_tiles, WG, FIRST, C)
         store_columns(gl.convert_layout(high, LAYOUT), coord, left, out_desc, out_ptr, out_tiles, WG, FIRST + HALF, C)
     else:
-        batch, head, row = coord
         out_tile = out_tiles.index(WG * C.OUT_SLOTS + FIRST // C.OUT % C.OUT_SLOTS)
         tma_store_wait(C.OUT_SLOTS - 1)
         out_tile.reshape([64, C.OUT]).store(acc.to(out_desc.dtype))
         fence_async_shared()
         if C.HAS_CU_SEQLENS:
             if left >= 64:
-                tma_store(out_desc, [batch, head, row, FIRST], out_tile)
+                copy_out(out_desc, coord, out_tile, FIRST, C)
             else:
                 store_some(out_tile, out_ptr, out_desc, coord, left, FIRST, C.OUT)
-        elif C.PACK_GQA > 1:
-            tma_store(out_desc, [batch, head, row, 0, FIRST], out_tile)
         else:
-            tma_store(out_desc, [batch, head, row, FIRST], out_tile)
+            copy_out(out_desc, coord, out_tile, FIRST, C)
 
 
 @gluon.jit
@@ -146,7 +153,7 @@ def write_tile(result, tile, row, args, out_tiles, WG: gl.constexpr, C: gl.const
     if max_ptr is not None:  # before the sink, which is no score
         largest = row_max * LN2
         if C.VARLEN:
-            largest = gl.where(row + rows < length, largest, float("-inf"))
+            largest = gl.where(row + rows // C.PACK_GQA < length, largest, float("-inf"))
         gl.store(max_ptr + lse_row + (row_start + row + rows // C.PACK_GQA), largest, mask=inside)
     if sinks_ptr is not None:
         row_max, decay, of_sink = add_sink(row_max, sinks_ptr, sinks_stride, head)
@@ -155,7 +162,7 @@ def write_tile(result, tile, row, args, out_tiles, WG: gl.constexpr, C: gl.const
     sum_or_one = gl.where(row_sum == 0.0, 1.0, row_sum)
     lse = (row_max + gl.log2(sum_or_one)) * LN2
     if C.VARLEN:
-        lse = gl.where(row + rows < length, lse, float("-inf"))
+        lse = gl.where(row + rows // C.PACK_GQA < length, lse, float("-inf"))
     gl.store(lse_ptr + lse_row + (row_start + row + rows // C.PACK_GQA), lse, mask=inside)
     normalizer = 1.0 / gl.where(divisor == 0.0, 1.0, divisor)
     if sinks_ptr is not None:
@@ -164,12 +171,13 @@ def write_tile(result, tile, row, args, out_tiles, WG: gl.constexpr, C: gl.const
         normalizer = normalizer * args.dropout.dv_scale
     acc = rescale(acc, normalizer)
     if C.VARLEN:
-        acc = blank(acc, length - row)
+        acc = blank(acc, gl.maximum(gl.minimum(length - row, 64), 0) * C.PACK_GQA)
+    left = gl.minimum(num_rows - row, 64) * C.PACK_GQA
     if C.HAS_CU_SEQLENS and C.OUT_SLOTS > 1:
-        if num_rows - row < 64:
+        if left < 64:
             tma_store_wait(0)  # plain stores are not counted when a staging buffer is used again
     for i in gl.static_range(len(C.DV)):
-        store_columns(acc[i], coord, num_rows - row, out_desc, out_ptr, out_tiles, WG, i * C.DV[0], C)
+        store_columns(acc[i], coord, left, out_desc, out_ptr, out_tiles, WG, i * C.DV[0], C)
 
 
 @gluon.jit
