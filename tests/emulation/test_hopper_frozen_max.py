@@ -2,7 +2,7 @@
 
 import random
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -170,10 +170,90 @@ def test_values_that_are_not_finite_reach_what_they_reach_with_online_softmax(mo
             torch.testing.assert_close(own, other, rtol=4e-3, atol=4e-3, equal_nan=True)
 
 
+def packed_call(mask, lengths, heads, dtype=torch.bfloat16):
+    """Packed sequences, (queries, keys) of each: the problem, the tensors, and the borders."""
+    borders = [torch.tensor((0, *side)).cumsum(0).int() for side in zip(*lengths, strict=True)]
+    problem, tensors = call_of(mask, [int(side[-1]) for side in borders], heads, (64, 64), dtype=dtype)
+    facts = OperandSpec((len(lengths) + 1,), (1,), torch.int32)
+    return replace(problem, sequences=Sequences(len(lengths), facts, facts)), tensors, borders
+
+
+def check_packed(problem, tensors, borders, out, lse):
+    for (first_q, stop_q), (first_k, stop_k) in zip(*(pairwise(side.tolist()) for side in borders), strict=True):
+        if stop_q > first_q:
+            own = [tensor[:, :, at] for tensor, at in zip(
+                tensors, (slice(first_q, stop_q), *[slice(first_k, stop_k)] * 2), strict=True)]
+            check(problem, own, out[:, :, first_q:stop_q], lse[:, :, first_q:stop_q])
+
+
+PACKED = ((520, 530), (0, 9), (70, 600), (30, 0), (129, 512), (200, 150))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("config", [TWO, THREE], ids=["two", "three"])
+@pytest.mark.parametrize("mask", [Mask(), causal("bottom_right"), causal("top_left")], ids=str)
+@pytest.mark.parametrize(("heads", "pack_gqa"), [((2, 1), 1), ((6, 2), 4)], ids=str)
+def test_tiles_of_packed_sequences_are_recomputed_where_they_overflow_and_there_alone(mask, config, heads, pack_gqa,
+                                                                                      dtype, loaded):
+    """Scores that are common recompute none; of scores hundreds apart some do, and results are right."""
+    random.seed(0)
+    problem, tensors, borders = packed_call(mask, PACKED, heads, dtype)
+    assert bound_forward(problem, config, pack_gqa=pack_gqa).scalars[1].FROZEN_MAX
+    out, lse, _ = attend(problem, config, tensors, pack_gqa, lengths=(*borders, None, None))
+    check_packed(problem, tensors, borders, out, lse)
+    assert not any(tile[-1] for tile in loaded)
+    problem = replace(problem, scale=60.0)
+    out, lse, _ = attend(problem, config, tensors, pack_gqa, lengths=(*borders, None, None))
+    check_packed(problem, tensors, borders, out, lse)
+    assert any(tile[-1] for tile in loaded)
+
+
+@pytest.mark.parametrize("config", [TWO, THREE], ids=["two", "three"])
+def test_what_lies_behind_a_sequences_queries_has_no_tile_recomputed(config, loaded):
+    """Of one sequence padding that is not finite, of another the first query of the next one, whose scores are huge."""
+    problem, (q, k, v), borders = packed_call(Mask(), ((100, 300), (60, 200), (40, 100)), (1, 1))
+    used = torch.tensor([100, 50, 40], dtype=torch.int32)
+    problem = replace(problem, sequences=problem.sequences._replace(seqlens_q=OperandSpec((3,), (1,), torch.int32)))
+    q[:, :, 150:160] = float("nan")
+    q[:, :, 100] *= 1000.0
+    out, lse, _ = attend(problem, config, (q, k, v), lengths=(*borders, used, None))
+    again = {tile[:-1] for tile in loaded if tile[-1]}
+    assert {tile[3] for tile in again} <= {100}, "sequences by where they begin"
+    for (first, stop), keys in (((0, 100), (0, 300)), ((100, 150), (300, 500)), ((160, 200), (500, 600))):
+        own = q[:, :, first:stop], k[:, :, slice(*keys)], v[:, :, slice(*keys)]
+        check(problem, own, out[:, :, first:stop], lse[:, :, first:stop])
+
+
+@pytest.mark.parametrize("config", [TWO, THREE], ids=["two", "three"])
+@pytest.mark.parametrize("mask", [Mask(), causal("bottom_right")], ids=str)
+def test_padded_sequences_have_a_frozen_maximum_too(mask, config, loaded):
+    problem, tensors = call_of(mask, (300, 500), (2, 1), (64, 64), b=3, dtype=torch.bfloat16)
+    lengths = [torch.tensor(side, dtype=torch.int32) for side in ((300, 64, 0), (150, 500, 7))]
+    facts = OperandSpec((3,), (1,), torch.int32)
+    problem = replace(problem, sequences=Sequences(None, None, None, facts, facts), scale=60.0)
+    assert scalars_of(problem, config)[2].FROZEN_MAX
+    for tensor, side in zip(tensors, (lengths[0], lengths[1], lengths[1]), strict=True):
+        for entry, length in enumerate(side):
+            tensor[entry, :, length:] = float("nan")
+    out, lse, _ = attend(problem, config, tensors, lengths=(None, None, *lengths))
+    for entry, (rows, keys) in enumerate(zip(*lengths, strict=True)):
+        if rows:
+            part = slice(entry, entry + 1)
+            own = [tensor[part, :, :length] for tensor, length in zip(tensors, (rows, keys, keys), strict=True)]
+            check(problem, own, out[part, :, :rows], lse[part, :, :rows])
+    assert any(tile[-1] for tile in loaded)
+    assert all(tile[2] < 2 for tile in loaded if tile[-1]), "the last entry has no queries"
+
+
 def test_the_maximum_is_frozen_where_keys_are_many_and_no_lower_bound_hides_the_first_ones(monkeypatch):
     monkeypatch.undo()
     plain = problem_of(d=64)
     lengths = Sequences(seqlens_q=OperandSpec((1,), (1,), torch.int32))
+
+    def packed(count):
+        facts = OperandSpec((count + 1,), (1,), torch.int32)
+        return Sequences(count, facts, facts)
+
     sinks = ScoreOptions(sinks=OperandSpec((1,), (1,), torch.float32))
     for problem, config, is_steady in (
             (plain, TWO, True), (plain, THREE, True), (problem_of(mask=causal()), TWO, True),
@@ -182,5 +262,8 @@ def test_the_maximum_is_frozen_where_keys_are_many_and_no_lower_bound_hides_the_
             (problem_of(mask=window(9, 0)), TWO, False), (problem_of(mask=window(9, None)), TWO, False),
             (replace(plain, scores=ScoreOptions(softcap=30.0)), TWO, True),
             (replace(plain, scores=ScoreOptions(score_function=FUNCTION)), TWO, True),
-            (replace(plain, sequences=lengths), TWO, False), (plain, HopperForwardConfig(64, 1), False)):
+            (replace(plain, sequences=lengths), TWO, True), (replace(plain, sequences=packed(8)), TWO, True),
+            (replace(plain, sequences=packed(9)), TWO, False),  # 455 tokens on average
+            (replace(plain, sequences=packed(8), deterministic=True), TWO, False),  # neighbours' lengths
+            (plain, HopperForwardConfig(64, 1), False)):
         assert scalars_of(problem, config)[2].FROZEN_MAX is is_steady

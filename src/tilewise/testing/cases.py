@@ -388,7 +388,7 @@ _PACKED = (
     Case("packed_bias_of_queries", b=2, sq=33, sk=40, d=16, dv=16, mask=_TOP, bias="1hq1", mask_tensor="b1qk",
          lengths_q=(20, 33), lengths_k=(40, 17), packed="gaps"),
     Case("packed_group_of_three", b=3, hq=6, hk=2, sq=90, sk=66, d=64, dv=64, mask=_BOTTOM, softcap=4.0,
-         lengths_q=(90, 17, 30), lengths_k=(13, 66, 40), packed="gaps", layout="moat"),
+         lengths_q=(90, 17, 30), lengths_k=(13, 66, 40), packed="gaps", layout="bshd"),
     Case("packed_group_of_eight_window_sinks", b=3, hq=8, hk=1, sq=70, sk=70, d=40, dv=40, sinks=True,
          mask=window(9, 4, "bottom_right"), lengths_q=(70, 0, 33), lengths_k=(66, 70, 40), packed="gaps"),
     Case("packed_wide_heads", b=3, hq=4, hk=2, sq=66, sk=90, d=256, dv=256, mask=_BOTTOM, lengths_q=(66, 0, 35),

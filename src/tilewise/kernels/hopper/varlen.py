@@ -75,7 +75,7 @@ class SequenceRows(NamedTuple):
 @gluon.constexpr_function
 def tile_size(c):
     """Return how many numbers a work tile has in shared memory."""
-    return 7 + c.BOTTOM_RIGHT if c.VARLEN else 3 + (c.SPLIT_KV > 0) + 2 * c.MASK_PLAN + c.FROZEN_MAX
+    return (7 + c.BOTTOM_RIGHT if c.VARLEN else 3 + (c.SPLIT_KV > 0) + 2 * c.MASK_PLAN) + c.FROZEN_MAX
 
 
 @gluon.jit
@@ -96,13 +96,13 @@ def numbers_of_tile(tile, C: gl.constexpr):
 @gluon.jit
 def tile_of_numbers(numbers, C: gl.constexpr):
     """Return the work tile that was published as these numbers."""
+    recompute = numbers[tile_size(C) - 1] if C.FROZEN_MAX else 0
     if C.VARLEN:
         shift = numbers[7] if C.BOTTOM_RIGHT else 0
         return WorkTile(numbers[0], numbers[1], numbers[2], numbers[3], numbers[4], numbers[5], numbers[6], shift, 0,
-                        0, 0, 0)
+                        recompute, 0, 0)
     else:
         split = numbers[3] if C.SPLIT_KV > 0 else 0
-        recompute = numbers[tile_size(C) - 1] if C.FROZEN_MAX else 0
         partial = numbers[3] if C.MASK_PLAN else 0
         blocks = numbers[4] if C.MASK_PLAN else 0
         return WorkTile(numbers[0], numbers[1], numbers[2], 0, 0, 0, 0, 0, split, recompute, partial, blocks)

@@ -88,7 +88,7 @@ def lse_rows_of(tile, row, rows, num_rows, sq, heads, group, C: gl.constexpr):
     lse_row = (batch * heads + head).to(gl.int64) * sq
     if C.PACK_GQA > 1:
         inside = inside & (rows % C.PACK_GQA < group)
-        lse_row = (lse_row * group) + (rows % C.PACK_GQA) * sq
+        lse_row = lse_row * group + (rows % C.PACK_GQA).to(gl.int64) * sq
         head = head * group + gl.minimum(rows % C.PACK_GQA, group - 1)
     return lse_row, inside, head
 

@@ -318,7 +318,11 @@ def attend_tiles(tile, count, tile_count, args, smem, WG: gl.constexpr, FUNCTION
             tile = tile_of_numbers(read_tile(smem.queue, tile_count - 1, tile_size(C)), C)
             row = tile.first + WG * (64 // C.PACK_GQA)
         if C.FROZEN_MAX:
-            publish_overflow(smem.overflow, tile_count - 1, overflowed(row_sum, acc, state.shift, DTYPE), tile, WG, C)
+            flags = overflowed(row_sum, acc, state.shift, DTYPE)
+            if C.VARLEN:  # behind a sequence's queries there may be those of the next one, or padding
+                queries = row + gl.arange(0, 64, layout=flags.type.layout) // C.PACK_GQA
+                flags = gl.where(queries < bounds.sq, flags, flags * 0)
+            publish_overflow(smem.overflow, tile_count - 1, flags, tile, WG, C)
         write(Rows(acc, scaled_max_of(state.shift, scaling), row_sum, divisor), tile, row, args, smem.out_tiles, WG, C)
         if KEPT:
             release_tile(smem.queue, tile_count - 1)
