@@ -170,7 +170,8 @@ def bound(request):
     if request["kernel"] == "hopper_forward":
         config = forward_heuristic(problem)
         strides, plan = plan_of(problem, config.consumers, config.block_n // 64)
-        launch = launching.HopperForward(problem, config, schedule_on_grid(problem, config), 132, strides)
+        schedule = schedule_on_grid(problem, config, request.get("pack_gqa", 1))
+        launch = launching.HopperForward(problem, config, schedule, 132, strides)
         counter, out = torch.empty(1, dtype=torch.int32), out.to(problem.out_dtype)
         with patch.object(launching, "counter_of", lambda device: counter):
             yield [launch.enqueue], lambda: launch(lambda: (q, k, v), addresses, out, rows, operands,

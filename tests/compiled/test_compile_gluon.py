@@ -201,14 +201,19 @@ def test_split_kv_spills_nothing_in_the_loops_over_keys():
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_device_side_lengths_compile_within_registers_and_shared_memory(version):
-    wanted = [forward(64, "shifted", options=PADDED),
-              forward(128, "shifted", options=[*PACKED, *PADDED, "softcap", "sinks"])]
+    wanted = [forward(64, "shifted", options=PADDED), forward(64, "shifted", options=PACKED) | {"pack_gqa": 8},
+              forward(128, "shifted", options=[*PACKED, *PADDED, "softcap", "sinks"]),
+              forward(128, "shifted", options=[*PACKED, *PADDED, "softcap", "sinks"]) | {"pack_gqa": 2}]
     if version == OLDEST:
         wanted += [forward(64, "full", options=PACKED), forward(64, "window", options=PACKED),
                    forward(128, "causal", options=PACKED), forward(128, "full", options=PADDED),
                    forward(128, "shifted", options=PADDED), forward(64, "shifted", s=1024, options=PACKED),
                    forward(192, "shifted", dv=128, options=PACKED + PADDED), forward(256, "full", options=PACKED),
                    forward(256, "shifted", options=PACKED + PADDED), forward(96, dtype="float16", options=PACKED)]
+        wanted += [one | {"pack_gqa": 4} for one in (
+            forward(64, "full", options=PACKED), forward(64, s=1024, options=PACKED),
+            forward(128, "causal", "float16", options=PACKED), forward(192, "shifted", dv=128, options=PACKED),
+            forward(256, "shifted", options=PACKED + PADDED))]
     check(version, wanted, LENGTHS_SPILL_BOUND)
 
 
@@ -223,6 +228,7 @@ def test_tiles_of_a_window_compile_within_registers_and_shared_memory(version):
                    forward(128, "window", options=["softcap"]) | narrow | {"pack_gqa": 2},
                    forward(64, "window", "float16", options=["seed"]) | narrow,
                    forward(128, "window", options=PACKED) | narrow, forward(64, "window") | three,
+                   forward(64, "window", options=[*PACKED, "sinks"]) | narrow | {"pack_gqa": 8},
                    forward(256, "window") | {"pack_gqa": 2}]
     check(version, wanted)
 

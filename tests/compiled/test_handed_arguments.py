@@ -11,6 +11,8 @@ CALLS = {
     "forward with sinks": {"kernel": "hopper_forward", "d": 64, "mask": CAUSAL, "options": ["sinks"]},
     "forward in two pieces": {"kernel": "hopper_forward", "d": 192, "mask": FULL},
     "forward of packed sequences": {"kernel": "hopper_forward", "d": 40, "mask": FULL, "options": PACKED},
+    "forward of packed sequences, heads in one tile": {"kernel": "hopper_forward", "d": 128, "mask": CAUSAL,
+                                                       "options": [*PACKED, "sinks"], "heads": (8, 2), "pack_gqa": 4},
     "forward with a mask plan": {"kernel": "hopper_forward", "d": 128, "mask": CAUSAL,
                                  "options": ["documents_q", "documents_k", "sinks"]},
     "forward with a bias, slopes and dropout": {"kernel": "hopper_forward", "d": 128, "mask": CAUSAL,

@@ -74,11 +74,12 @@ def test_out_is_what_is_rounded_otherwise(dims, config, options):
 
 
 @pytest.mark.parametrize("config", [HopperForwardConfig(128, 2), HopperForwardConfig(128, 3, ping_pong=True)], ids=str)
-def test_out_of_packed_sequences_is_too(config):
+@pytest.mark.parametrize("pack_gqa", [1, 2])
+def test_out_of_packed_sequences_is_too(config, pack_gqa):
     """The last rows of a sequence leave by plain stores, past the copy engine."""
     problem, tensors = forward_on_cpu.call_of(causal("bottom_right"), (300, 301), (2, 1), (64, 64))
     problem, borders = packed_sequences(problem)
-    wide, narrow = (forward_on_cpu.attend(replace(problem, float32_results=wanted), config, tensors,
+    wide, narrow = (forward_on_cpu.attend(replace(problem, float32_results=wanted), config, tensors, pack_gqa,
                                           lengths=(*borders, None, None)) for wanted in (True, False))
     assert_rounds_to(wide[0], narrow[0])
 

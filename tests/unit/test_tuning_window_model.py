@@ -55,6 +55,14 @@ def test_packed_sequences_have_blocks_that_fit_the_window_and_tiles_of_a_group_u
         assert chosen(replace(problem, deterministic=True)) == (2, block_n, 1)
 
 
+def replace_count(sequences, count):
+    """So many packed sequences; padded ones as they are."""
+    if sequences.packed is None:
+        return sequences
+    facts = OperandSpec((count + 1,), (1,), torch.int32)
+    return Sequences(count, facts, facts)
+
+
 @pytest.mark.parametrize("sequences", [
     Sequences(5, OperandSpec((6,), (1,), torch.int32), OperandSpec((6,), (1,), torch.int32)),
     Sequences(seqlens_k=OperandSpec((1,), (1,), torch.int32))], ids=str)
@@ -62,7 +70,8 @@ def test_packed_sequences_have_blocks_that_fit_the_window_and_tiles_of_a_group_u
 def test_neighbours_do_not_change_the_tile_of_a_deterministic_call(sequences, heads):
     for keys, block_n in ((128, 64), (512, 128)):
         problem = problem_of(64, window(keys - 1, 0), heads, sequences=sequences, deterministic=True)
-        assert {chosen(replace(problem, sq=s, sk=s)) for s in (700, 1024, 2800, 8192)} == {(2, block_n, 1)}
+        assert {chosen(replace(problem, sq=s, sk=s, sequences=replace_count(sequences, count)))
+                for s in (700, 1024, 2800, 8192) for count in (1, 5, 300)} == {(2, block_n, 1)}
 
 
 def test_a_bias_and_a_score_function_and_few_tiles_keep_the_blocks_that_were_timed():

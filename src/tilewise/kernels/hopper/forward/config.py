@@ -110,7 +110,7 @@ class HopperForwardSchedule:
         softmax_parts: 2: O += P·V is awaited between the exponentials of a block's first half and those of its second;
             1: behind all of them.
         frozen_max: whether blocks that need no mask keep the row maximum of the blocks before them: without a lower
-            bound, where lengths are not data.
+            bound.
         sink_block_first: whether the block of the first keys comes before the maximum is frozen: attention sinks lie
             there, far above other keys for float16.
     """

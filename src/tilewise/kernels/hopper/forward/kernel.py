@@ -1,7 +1,7 @@
 """Forward on Hopper: one producer warp loads by TMA, one to three consumer warpgroups attend 64 rows each.
 
-maths.md, section 4, has the formulas. A row is a query, or where queries are few a query of one of the heads that share
-keys and values (Config.PACK_GQA).
+maths.md, section 4, has the formulas. A row is a query, or a query of one of the heads that share keys and values
+(Config.PACK_GQA).
 
 A persistent CTA computes tiles of queries one after another, and for each goes through its blocks of keys. Iteration j
 of the KV pipe holds (K of block j, V of block j - 1), since a warpgroup issues S = Q·Kᵀ of block j and O += P·V of
