@@ -83,10 +83,10 @@ def packs_of(problem: AttentionProblem) -> tuple[int, ...]:
 def _has_fewer_ends(problem: AttentionProblem, config: HopperForwardConfig, pack_gqa: int) -> bool:
     """Whether packed sequences have fewer tiles where heads of a group share them, each with half of one at its end.
 
-    With a group of a power of two, up to 128 columns, this is always so: 16384 tokens in sequences of 64, 256, 1024 and 4096 tokens on
-    average were 1.30 to 1.74, 1.09 to 1.23, 1.03 to 1.09 and 1.00 to 1.03 times as fast on an H200, in groups of 2, 4
-    and 8, at head dims 64 and 128. At 256 columns sequences of 128 and 512 tokens were 1.48 and 1.13 times as fast, of
-    4096 0.97 times: there tiles must be fewer by some percent.
+    With a group of a power of two, up to 128 columns, this is always so: 16384 tokens in sequences of 64, 256, 1024 and
+    4096 tokens on average were 1.30 to 1.74, 1.09 to 1.23, 1.03 to 1.09 and 1.00 to 1.03 times as fast on an H200, in
+    groups of 2, 4 and 8, at head dims 64 and 128. At 256 columns sequences of 128 and 512 tokens were 1.48 and 1.13
+    times as fast, of 4096 0.97 times: there tiles must be fewer by some percent.
     """
     assert problem.sequences.packed is not None
     most = NEARLY if max(problem.d, problem.dv) > 128 else 1.0
