@@ -47,10 +47,14 @@ def load(pointer, mask=True, other=0):
     return torch.where(mask, found, other)
 
 
+def maximum(one, other):
+    return one.clamp(min=other) if isinstance(one, torch.Tensor) and one.ndim else max(one, other)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def plain_python():
     """The functions of gl that are called here, on numbers and tensors; sequences are looked through by fours."""
-    language = SimpleNamespace(minimum=min, maximum=max, where=lambda test, a, b: a if test else b, int32=torch.int32,
+    language = SimpleNamespace(minimum=min, maximum=maximum, where=lambda test, a, b: a if test else b, int32=torch.int32,
                                arange=lambda first, last, layout: torch.arange(first, last), load=load, sum=torch.sum)
     with pytest.MonkeyPatch.context() as patch:
         for module in (tiles, mask_ranges, lengths):
@@ -177,6 +181,21 @@ def test_a_border_behind_the_tensor_leads_no_tile_there(rows, behind):
         assert row_q + bounds.sq <= total
         written.update(row_k + key for key in range(first, min(of_tile, first + 128)))
     assert written == Counter(range(total))
+
+
+@pytest.mark.parametrize("borders", [(0, -64, 400), (0, -600, -1, 400), (0, 300, -2000, 400)], ids=str)
+def test_a_border_in_front_of_the_tensor_leads_no_tile_there(borders):
+    sequences = Packed([[0] * (len(borders) - 2) + [400]] * 2, [None, None], 30)
+    sequences.borders = [list(borders)] * 2
+    written = Counter()
+    for tile, row_k in located(*sequences.bound(Mask())):
+        assert min(tile.row_start + tile.first, row_k) >= 0
+        written.update(tile.row_start + row for row in range(tile.first, min(
+            tile.rows, tile.first + ROWS * CONFIG.consumers)))
+    assert set(written) <= set(range(430))
+    assert set(written) == set(range(430)) or max(borders[:-1]) > 0, "of borders that fall some rows may be left out"
+    for (first, *_), _bounds, (row_q, row_k, *_others) in located_keys(*sequences.bound(Mask(), backward=True)):
+        assert min(row_k + first, row_q) >= 0
 
 
 @given(packed(), MASKS, PACKS)

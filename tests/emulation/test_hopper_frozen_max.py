@@ -170,10 +170,10 @@ def test_values_that_are_not_finite_reach_what_they_reach_with_online_softmax(mo
             torch.testing.assert_close(own, other, rtol=4e-3, atol=4e-3, equal_nan=True)
 
 
-def packed_call(mask, lengths, heads, dtype=torch.bfloat16):
+def packed_call(mask, lengths, heads, dtype=torch.bfloat16, dims=(64, 64), sinks=False):
     """Packed sequences, (queries, keys) of each: the problem, the tensors, and the borders."""
     borders = [torch.tensor((0, *side)).cumsum(0).int() for side in zip(*lengths, strict=True)]
-    problem, tensors = call_of(mask, [int(side[-1]) for side in borders], heads, (64, 64), dtype=dtype)
+    problem, tensors = call_of(mask, [int(side[-1]) for side in borders], heads, dims, sinks=sinks, dtype=dtype)
     facts = OperandSpec((len(lengths) + 1,), (1,), torch.int32)
     return replace(problem, sequences=Sequences(len(lengths), facts, facts)), tensors, borders
 
@@ -205,23 +205,45 @@ def test_tiles_of_packed_sequences_are_recomputed_where_they_overflow_and_there_
     problem = replace(problem, scale=60.0)
     out, lse, _ = attend(problem, config, tensors, pack_gqa, lengths=(*borders, None, None))
     check_packed(problem, tensors, borders, out, lse)
-    assert any(tile[-1] for tile in loaded)
+    again = [tile[:-1] for tile in loaded if tile[-1]]
+    assert again
+    assert len(set(again)) == len(again)
+    assert len(again) < len(loaded) - len(again), "most of the first blocks have a row's greatest score"
 
 
+@pytest.mark.parametrize("programs", [1, 40])
+def test_wide_heads_sinks_and_programs_without_a_tile(programs, loaded):
+    """One tile of Q, and buffers of out that are used twice; 40 programs have fewer tiles."""
+    problem, tensors, borders = packed_call(causal("bottom_right"), ((90, 300), (0, 5), (64, 400)), (2, 1), dims=(136, 200),
+                                            sinks=True)
+    sinks = torch.tensor((-200.0, -300.0))
+    for scale, is_recomputed in ((0.05, False), (40.0, True)):
+        loaded.clear()
+        problem = replace(problem, scale=scale)
+        out, lse, _ = attend(problem, WIDE, tensors, sinks=sinks, lengths=(*borders, None, None), programs=programs)
+        check_packed(problem, tensors, borders, out, lse)
+        assert any(tile[-1] for tile in loaded) is is_recomputed
+
+
+@pytest.mark.parametrize("behind", ["next", "padding"])
 @pytest.mark.parametrize("config", [TWO, THREE], ids=["two", "three"])
-def test_what_lies_behind_a_sequences_queries_has_no_tile_recomputed(config, loaded):
-    """Of one sequence padding that is not finite, of another the first query of the next one, whose scores are huge."""
+def test_what_lies_behind_a_sequences_queries_has_no_tile_recomputed(config, behind, loaded):
+    """The first query of the next sequence, which has an early key of the first one as its greatest; NaN in padding."""
     problem, (q, k, v), borders = packed_call(Mask(), ((100, 300), (60, 200), (40, 100)), (1, 1))
     used = torch.tensor([100, 50, 40], dtype=torch.int32)
     problem = replace(problem, sequences=problem.sequences._replace(seqlens_q=OperandSpec((3,), (1,), torch.int32)))
-    q[:, :, 150:160] = float("nan")
-    q[:, :, 100] *= 1000.0
+    if behind == "next":
+        q[:, :, 100] = 1000.0 * k[:, :, 5]
+    else:
+        q[:, :, 150:160] = float("nan")
     out, lse, _ = attend(problem, config, (q, k, v), lengths=(*borders, used, None))
-    again = {tile[:-1] for tile in loaded if tile[-1]}
-    assert {tile[3] for tile in again} <= {100}, "sequences by where they begin"
+    again = {tile[3] for tile in loaded if tile[-1]}
+    assert again <= {100} if behind == "next" else not again, "sequences by where they begin"
     for (first, stop), keys in (((0, 100), (0, 300)), ((100, 150), (300, 500)), ((160, 200), (500, 600))):
         own = q[:, :, first:stop], k[:, :, slice(*keys)], v[:, :, slice(*keys)]
         check(problem, own, out[:, :, first:stop], lse[:, :, first:stop])
+    assert (out[:, :, 150:160] == 0.0).all()
+    assert lse[:, :, 150:160].isneginf().all()
 
 
 @pytest.mark.parametrize("config", [TWO, THREE], ids=["two", "three"])
@@ -241,8 +263,14 @@ def test_padded_sequences_have_a_frozen_maximum_too(mask, config, loaded):
             part = slice(entry, entry + 1)
             own = [tensor[part, :, :length] for tensor, length in zip(tensors, (rows, keys, keys), strict=True)]
             check(problem, own, out[part, :, :rows], lse[part, :, :rows])
-    assert any(tile[-1] for tile in loaded)
-    assert all(tile[2] < 2 for tile in loaded if tile[-1]), "the last entry has no queries"
+        assert (out[entry, :, rows:] == 0.0).all()
+        assert lse[entry, :, rows:].isneginf().all()
+    again = [tile[:-1] for tile in loaded if tile[-1]]
+    assert again
+    assert len(set(again)) == len(again)
+    loaded.clear()
+    attend(replace(problem, scale=0.1), config, tensors, lengths=(None, None, *lengths))
+    assert not any(tile[-1] for tile in loaded), "not for the NaN behind the second entry's queries"
 
 
 def test_the_maximum_is_frozen_where_keys_are_many_and_no_lower_bound_hides_the_first_ones(monkeypatch):

@@ -25,14 +25,14 @@ def test_the_first_border_is_taken_for_0_so_that_nothing_is_read_in_front_of_the
         assert got[:140].abs().sum() > 0
 
 
-@pytest.mark.parametrize("behind", [(20, 70, 400), (20, 400, 500)], ids=str)
-def test_a_border_behind_the_tensors_is_taken_for_their_end(behind, device, monkeypatch):
+@pytest.mark.parametrize("outside", [(20, 70, 400), (20, 400, 500), (-30, 70, 150), (-60, -20, 150)], ids=str)
+def test_a_border_behind_or_in_front_of_the_tensors_is_taken_for_their_end_or_beginning(outside, device, monkeypatch):
     """Nothing is read or written there."""
     monkeypatch.setattr("tilewise.problem.length_checks._may_look", lambda *_, **__: False)
     torch.manual_seed(0)
     tensors = [torch.randn(150, 2, 16, device=device).requires_grad_() for _ in range(3)]
     results = []
-    for borders in ((0, *behind), (0, *[min(border, 150) for border in behind])):
+    for borders in ((0, *outside), (0, *[max(0, min(border, 150)) for border in outside])):
         cu_seqlens = torch.tensor(borders, dtype=torch.int32, device=device)
         out, lse = attention_varlen(*tensors, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=150,
                                     max_seqlen_k=150, mask=causal("top_left"), return_aux=("lse",), backend="triton")

@@ -118,18 +118,18 @@ def sequence_of(cu_seqlens, num_sequences, slot, ROWS: gl.constexpr, LAYOUT: gl.
     sequence = 0
     for first in range(1, num_sequences + 1, _CHUNK):
         numbers = first + gl.arange(0, _CHUNK, layout=LAYOUT)
-        begins = gl.load(cu_seqlens + numbers, mask=numbers <= num_sequences, other=0).to(gl.int32) // ROWS + numbers
-        sequence += gl.sum(((begins <= slot) & (numbers <= num_sequences)).to(gl.int32), 0)
+        borders = gl.maximum(gl.load(cu_seqlens + numbers, mask=numbers <= num_sequences, other=0).to(gl.int32), 0)
+        sequence += gl.sum(((borders // ROWS + numbers <= slot) & (numbers <= num_sequences)).to(gl.int32), 0)
     return sequence
 
 
 @gluon.jit
 def border_at(cu_seqlens, number):
-    """Return where a packed sequence begins. The first number is not read, but taken for the 0 that it should be.
+    """Return where a packed sequence begins, 0 if in front of the tensors; 0, too, in place of the first number.
 
     With another one the rows before it would be of sequence -1, and its lengths be read in front of the tensors.
     """
-    return gl.load(cu_seqlens + number, mask=number > 0, other=0).to(gl.int32)
+    return gl.maximum(gl.load(cu_seqlens + number, mask=number > 0, other=0).to(gl.int32), 0)
 
 
 @gluon.jit

@@ -32,18 +32,18 @@ def sequence_of(cu_seqlens, count, slot, BLOCK: tl.constexpr):
     sequence = 0
     for first in tl.range(1, count + 1, _CHUNK):
         offs = first + tl.arange(0, _CHUNK)
-        begins = tl.load(cu_seqlens + offs, mask=offs <= count, other=0).to(tl.int32) // BLOCK + offs
-        sequence += tl.sum(((begins <= slot) & (offs <= count)).to(tl.int32), 0)
+        borders = tl.maximum(tl.load(cu_seqlens + offs, mask=offs <= count, other=0).to(tl.int32), 0)
+        sequence += tl.sum(((borders // BLOCK + offs <= slot) & (offs <= count)).to(tl.int32), 0)
     return sequence
 
 
 @triton.jit
 def sequence_start(cu_seqlens, number):
-    """Return where a packed sequence begins. The first number is not read, but taken for the 0 that it should be.
+    """Return where a packed sequence begins, 0 if in front of the tensors; 0, too, in place of the first number.
 
     With another one the rows before it would be of sequence -1, and its lengths be read in front of the tensors.
     """
-    return tl.load(cu_seqlens + number, mask=number > 0, other=0).to(tl.int32)
+    return tl.maximum(tl.load(cu_seqlens + number, mask=number > 0, other=0).to(tl.int32), 0)
 
 
 @triton.jit
