@@ -506,8 +506,8 @@ def check_mma(row):
     assert row["shared"] <= row["planned"] <= row["limit"], row
     assert row["registers"] * row["threads"] <= REGISTER_FILE, row
     assert (row["logged"], row["warnings"]) == (True, []), row
-    # Where they are serialized, each MMA gets a fence of its own. The least groups are of four, two and two, at d 64: of
-    # 64 keys in two parts.
+    # Where they are serialized, each MMA gets a fence of its own. The least groups are of four, two and two, of
+    # 64 keys in two parts at d 64.
     assert 0 < row["warpgroup.arrive"] <= row["hgmma"] * 3 / 8, row
     assert row["utmaldg"] > 0, row
     # Registers set on some paths alone: see pipeline.optimization_barrier. Beside a function in the backward pass,

@@ -54,8 +54,9 @@ def maximum(one, other):
 @pytest.fixture(scope="module", autouse=True)
 def plain_python():
     """The functions of gl that are called here, on numbers and tensors; sequences are looked through by fours."""
-    language = SimpleNamespace(minimum=min, maximum=maximum, where=lambda test, a, b: a if test else b, int32=torch.int32,
-                               arange=lambda first, last, layout: torch.arange(first, last), load=load, sum=torch.sum)
+    language = SimpleNamespace(minimum=min, maximum=maximum, where=lambda test, a, b: a if test else b,
+                               int32=torch.int32, arange=lambda first, last, layout: torch.arange(first, last),
+                               load=load, sum=torch.sum)
     with pytest.MonkeyPatch.context() as patch:
         for module in (tiles, mask_ranges, lengths):
             patch.setattr(module, "gl", language)

@@ -214,8 +214,8 @@ def test_tiles_of_packed_sequences_are_recomputed_where_they_overflow_and_there_
 @pytest.mark.parametrize("programs", [1, 40])
 def test_wide_heads_sinks_and_programs_without_a_tile(programs, loaded):
     """One tile of Q, and buffers of out that are used twice; 40 programs have fewer tiles."""
-    problem, tensors, borders = packed_call(causal("bottom_right"), ((90, 300), (0, 5), (64, 400)), (2, 1), dims=(136, 200),
-                                            sinks=True)
+    problem, tensors, borders = packed_call(causal("bottom_right"), ((90, 300), (0, 5), (64, 400)), (2, 1),
+                                            dims=(136, 200), sinks=True)
     sinks = torch.tensor((-200.0, -300.0))
     for scale, is_recomputed in ((0.05, False), (40.0, True)):
         loaded.clear()
