@@ -38,7 +38,7 @@ REGISTER_FILE = 65536
 SPILL_BOUND = {BETWEEN: 32}
 SPILL_BOUND_ELSEWHERE = 64
 # Where lengths are data, a sequence's rows and lengths need registers too: 3.6.0 and 3.7.1 spill 56 bytes at most,
-# 3.8.0 40, 3.9.0 200, with heads of a group in a tile of three warpgroups; in no step.
+# 3.8.0 40 and 3.9.0 200, with heads of a group in a tile of three warpgroups; 3.9.0 loads six in steps.
 LENGTHS_SPILL_BOUND = {BETWEEN: 48, NEWEST: 208}
 # Of all that changes scores at once, with lengths that are data, 3.6.0 spills 264 bytes; with a softcap, a bias and
 # slopes 72, and of wide heads up to 96.

@@ -25,7 +25,7 @@ from tilewise.kernels.hopper.forward.config import HopperForwardConfig, pieces_o
 from tilewise.problem import AttentionProblem
 from tilewise.tuning.ctas_per_head import choose_ctas_per_head
 from tilewise.tuning.device import DeviceSpec
-from tilewise.tuning.problem_traits import kernel_width, lengths_may_decide
+from tilewise.tuning.problem_traits import deciding_length, kernel_width, lengths_may_decide
 from tilewise.tuning.wave_model import MANY_WAVES, NEARLY, grid_plan_of, num_tiles_of, packs_of, window_time
 from tilewise.tuning.window_model import has_window
 
@@ -77,7 +77,7 @@ def forward_heuristic(problem: AttentionProblem, num_sms: int = NUM_SMS) -> Hopp
     one that reads a table, at 64: 0.97 times. There alone, and in blocks of one part, were three warpgroups faster; and
     ping-pong scheduling at 128, by 1 % (benchmarks/journal/hopper-forward.md).
     """
-    length = problem.sk // (problem.sequences.packed or 1) if lengths_may_decide(problem) else 0
+    length = deciding_length(problem, problem.sk)
     room, has_function = DeviceSpec.of_arch("sm_90").shared_memory, problem.scores.score_function is not None
     configs = (HopperForwardConfig(block_n, 2, q_stages=q_stages, epilogue_passes=passes)
                for block_n, q_stages, passes in product((64,) if has_function or problem.dv > 128 else (128, 64),

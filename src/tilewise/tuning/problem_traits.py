@@ -13,6 +13,11 @@ def lengths_may_decide(problem: AttentionProblem) -> bool:
     return not (problem.deterministic and problem.sequences.are_data)
 
 
+def deciding_length(problem: AttentionProblem, length: int) -> int:
+    """Return the length by which a tile is chosen, of packed sequences their mean; 0 where none may decide."""
+    return length // (problem.sequences.packed or 1) if lengths_may_decide(problem) else 0
+
+
 def has_pairs(problem: AttentionProblem) -> bool:
     """Whether a kernel loads or draws something for each pair of a query and a key."""
     scores = problem.scores

@@ -7,7 +7,7 @@ import torch
 from tilewise.kernels.hopper.backward.config import BackwardKernel, HopperBackwardConfig, HopperBackwardSchedule
 from tilewise.kernels.hopper.forward.config import HopperForwardConfig, HopperForwardSchedule, SplitPlan
 from tilewise.problem import AttentionProblem
-from tilewise.tuning.problem_traits import lengths_may_decide
+from tilewise.tuning.problem_traits import deciding_length
 from tilewise.tuning.wave_model import grid_plan_of
 
 # Heads are scheduled together that take so much of L2 (50 MiB on an H100, 60 on an H200), by their columns: in the
@@ -89,8 +89,8 @@ def _freezes_max(problem: AttentionProblem, config: HopperForwardConfig) -> bool
     # A bias may hide the keys of a tile's first blocks; ALiBi favours other keys where queries see those ahead, or
     # where a slope is negative, which is seldom, and so may a function: then a tile is computed once more.
     falls = problem.scores.bias is None and (problem.scores.alibi_slopes is None or not problem.sees_ahead)
-    keys = len(problem.seen_keys) // (problem.sequences.packed or 1) if lengths_may_decide(problem) else 0
-    return (sees_first and falls and not problem.scores.max_logit and config.consumers > 1 and keys >= LEAST_FROZEN)
+    return (sees_first and falls and not problem.scores.max_logit and config.consumers > 1
+            and deciding_length(problem, len(problem.seen_keys)) >= LEAST_FROZEN)
 
 
 def heads_per_swizzle(problem: AttentionProblem) -> int:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from tilewise.kernels.hopper.forward.config import HopperForwardConfig, SplitPlan, pieces_of
 from tilewise.masks import Span
 from tilewise.problem import AttentionProblem
+from tilewise.tuning.problem_traits import lengths_may_decide
 from tilewise.tuning.window_model import has_window, tile_time
 
 # Microseconds that two warpgroups take for a block of 128 keys: the softmax's, or those of each column of d and of dv.
@@ -70,12 +71,12 @@ def grid_plan_of(problem: AttentionProblem, config: HopperForwardConfig, num_sms
 def packs_of(problem: AttentionProblem) -> tuple[int, ...]:
     """Return how many heads of a group a tile may have at the same query: 1, and the power of two that holds them.
 
-    Padded sequences were not timed with more than one, and of packed ones each must have tiles of its own choice where
-    the call is deterministic.
+    Padded sequences were not timed with more than one; of packed ones the mean length decides, where it may.
     """
-    pack_gqa, sequences = 1 << (problem.group - 1).bit_length(), problem.sequences
-    one_head = sequences.are_data and (sequences.packed is None or problem.deterministic)
-    if one_head or not problem.is_banded or problem.scores.reads_positions or not 1 < pack_gqa <= 64:
+    pack_gqa = 1 << (problem.group - 1).bit_length()
+    is_padded = problem.sequences.are_data and problem.sequences.packed is None
+    if (is_padded or not lengths_may_decide(problem) or not problem.is_banded or problem.scores.reads_positions
+            or not 1 < pack_gqa <= 64):
         return (1,)
     return 1, pack_gqa
 
