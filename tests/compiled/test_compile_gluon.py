@@ -319,12 +319,15 @@ def test_backward_with_device_side_lengths_and_softcap_compiles_within_registers
     wanted = []
     for (d, (config, ordered)), masks in zip(BACKWARD_CONFIGS.items(), (("full", "window"), ("causal", "window")),
                                              strict=True):
+        wanted.append(backward(d, "shifted", options=[*PACKED, *PADDED], **ordered))
         wanted.append(backward(d, "shifted", options=[*PACKED, *PADDED, "softcap"], **config))
         # 3.9.0 leaves descriptors of products stray with a softcap at d 128, causal.
         if version == OLDEST:
             wanted += [backward(d, mask, options=PACKED, **config) for mask in masks]
             wanted.append(backward(d, "shifted", options=PADDED, **config))
             wanted.append(backward(d, masks[0], options=["softcap"], **config))
+            wanted += [backward(d, mask, options=options, **ordered) for mask, options in (
+                ("full", PACKED), ("causal", [*PADDED, "softcap"]))]
             wanted.append(backward(d, options=["softcap"], **ordered))
     check_backward(version, wanted, BACKWARD_LENGTHS_SPILL_BOUND.get(version, BACKWARD_LENGTHS_SPILL_BOUND_ELSEWHERE))
 

@@ -27,6 +27,8 @@ CALLS = {
     "backward, d 128": {"kernel": "hopper_backward", "d": 128, "mask": CAUSAL, "heads": (10, 5)},
     "backward in order": {"kernel": "hopper_backward", "d": 128, "mask": CAUSAL, "heads": (10, 5),
                           "deterministic": True},
+    "backward in order, of packed sequences": {"kernel": "hopper_backward", "d": 128, "mask": CAUSAL,
+                                               "options": PACKED, "deterministic": True},
     "backward, a head a program": {"kernel": "hopper_backward", "d": 64, "mask": CAUSAL, "heads": (132, 132), "s": 128},
     "backward of packed sequences": {"kernel": "hopper_backward", "d": 64, "mask": CAUSAL, "options": PACKED},
     "backward with dropout": {"kernel": "hopper_backward", "d": 64, "mask": CAUSAL, "options": ["seed"]},

@@ -22,9 +22,15 @@ gluon_on_cpu, plan_on_cpu, forward_on_cpu = (
 Descriptor, Pointer = gluon_on_cpu.Descriptor, gluon_on_cpu.Pointer
 MODULES = (d64, d128, producers, mmas, masking, epilogue, dq_accum, dq_shared, augmented_k, bias, varlen, pipeline,
            softmax, alibi, score_functions, assignment, tiles, mask_plan, mask_ranges)
+def clear_rows(tiles, stage, begin, stop, width):
+    """By rows: the kernel's own knows in which order a tile lies in memory, which the tiles here do not have."""
+    tile, rows = tiles.index(stage).reshape([64, width]), torch.arange(64)
+    tile.store(torch.where(((rows >= begin) & (rows < stop))[:, None], tile.load(None), 0.0))
+
+
 CONSTANTS = {(module, "QUERIES"): 64 for module in MODULES if hasattr(module, "QUERIES")} | {
     (module, "LOG2E"): math.log2(math.e) for module in (d64, d128, producers, bias, softmax)} | {
-    (producers, "LOST"): 2.0**24} | {
+    (producers, "LOST"): 2.0**24, (producers, "clear_rows"): clear_rows} | {
     (module, "EXTRA_COLUMNS"): 16 for module in (d64, d128, augmented_k)} | {(augmented_k, "SLOPE_COLUMNS"): 6} | {
     (varlen, "_CHUNK"): 128, (varlen, "_CLEARED"): 32} | {
     (module, "WRITERS"): 2 for module in (dq_shared, dq_accum)} | {
@@ -54,7 +60,7 @@ def differentiate(problem, tensors, config, num_sms, together, plan=None, border
     if group_splits > 1:
         launch, (dk, dv) = launch.launch, filled_splits(launch)
     assert not (config.dynamic_tiles or config.head_persistent) or launch.grid[0] <= num_sms
-    is_set_first = config.head_persistent or config.deterministic
+    is_set_first = config.head_persistent or (config.deterministic and borders is None)
     whole = torch.full((math.prod(launch.accum_shape),), float("nan") if is_set_first else 0.0)
     accum, semaphores = whole.split([launch.accum_rows * 256, whole.numel() - launch.accum_rows * 256])
     semaphores.zero_()

@@ -63,7 +63,8 @@ def plain_python():
         for module in (mask_ranges, lengths):
             patch.setattr(module, "QUERIES", STEP)
         for module, name in ((tiles, "_swizzled"), (mask_ranges, "masked_q_blocks_of"), (lengths, "tile_at"),
-                             (lengths, "sequence_of"), (lengths, "border_at"), (lengths, "extent")):
+                             (lengths, "sequence_of"), (lengths, "border_at"), (lengths, "extent"),
+                             (lengths, "waits_for_its_own")):
             patch.setattr(module, name, getattr(module, name).fn)
         patch.setattr(lengths, "_CHUNK", 4)
         yield
@@ -342,6 +343,36 @@ def test_a_kv_tile_knows_its_visible_queries_and_keys_and_its_q_blocks_hold_ever
     assert +pairs == +Counter({n: int(mask.visible(*sequences.lengths(n)).sum()) for n in range(count)})
     steps = sequences.totals[0] // STEP + count + 1
     assert all(0 <= step < steps for step in owners), "steps of the sums that there are"
+
+
+@given(packed(), MASKS)
+def test_a_fixed_order_of_dq_leaves_no_tile_out(sequences, mask):
+    order, band, operands, shape = sequences.bound(mask, backward=True)
+    ordered = shape._replace(DETERMINISTIC=True, HAS_UPPER=True)  # then tiles come in the same order, too
+    assert list(located_keys(order, band, operands, ordered)) == list(located_keys(
+        order, band, operands, shape._replace(HAS_UPPER=True)))
+
+
+@given(st.lists(st.integers(-300, 900), min_size=3, max_size=6),
+       st.lists(st.integers(-300, 900), min_size=6, max_size=6))
+@example([0, 300, 100, 400], [0, 100, 200, 400, 0, 0])
+@example([0, 100, 200, 400], [0, 300, 100, 400, 0, 0])
+@example([0, 350, 30, 60, 400], [0, 10, 20, 400, 0, 0])
+def test_whatever_the_borders_tiles_wait_for_those_that_are_there_and_share_no_block(of_keys, of_queries):
+    """In a fixed order of dQ a tile waits for the tiles of its sequence before it, and counts at its blocks."""
+    sequences = Packed([[0] * (len(of_keys) - 2) + [400]] * 2, [None, None], 0)
+    sequences.borders = [[0, *of_queries[1:len(of_keys)]], [0, *of_keys[1:]]]
+    order, band, operands, shape = sequences.bound(Mask(), backward=True)
+    tiles_of, owners = {}, {}
+    for (first, *_), bounds, (row_q, row_k, *_rows, first_block) in located_keys(
+            order, band, operands, shape._replace(DETERMINISTIC=True)):
+        if bounds.sq <= 0:
+            continue
+        sequence = first_block - row_q // STEP
+        assert first == BLOCK_N * len(tiles_of.setdefault(sequence, []))
+        tiles_of[sequence].append(row_k)
+        for block in range(first_block, first_block + -(-bounds.sq // STEP)):
+            assert owners.setdefault(block, sequence) == sequence
 
 
 @given(packed(), MASKS)

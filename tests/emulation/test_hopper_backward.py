@@ -16,6 +16,7 @@ from emulation.backward_calls import (
     call_of,
     compare,
     compare_beside_a_hidden_overflow,
+    dq_of_accum,
     expected,
     extra_columns_of,
     with_a_hidden_overflow,
@@ -29,7 +30,7 @@ from tilewise.kernels.hopper.backward.config import (
     HopperD128AugmentedKConfig,
     HopperD128Config,
 )
-from tilewise.masks import Mask, window
+from tilewise.masks import Mask, causal, window
 from tilewise.problem.options import OperandSpec, ScoreOptions
 from tilewise.problem.sequences import Sequences
 
@@ -38,6 +39,7 @@ backward_on_cpu, forward_on_cpu = (pytest.importorskip(f"emulation.{name}", reas
 S_AHEAD = HopperD128Config(s_ahead=True, variant=D128Variant.DQ_FROM_REGISTERS)
 STAGED, FROM_REGISTERS, DETERMINISTIC = (HopperD128Config(variant=variant) for variant in (
     D128Variant.DQ_STAGED, D128Variant.DQ_FROM_REGISTERS, D128Variant.DETERMINISTIC))
+DETERMINISTIC_AHEAD = replace(DETERMINISTIC, s_ahead=True)
 DYNAMIC, HEAD_PERSISTENT = (HopperD128AugmentedKConfig(variant=variant) for variant in D128AugmentedKVariant)
 
 
@@ -117,6 +119,65 @@ def test_of_packed_sequences_each_has_its_own_slopes_and_diagonal(sides, alignme
     got = backward_on_cpu.differentiate(packed, tensors, HopperD128Config(), 4, 1, slopes=slopes, borders=[
         torch.tensor(border, dtype=torch.int32) for border in borders])
     compare(got[1:], expected(problem, tensors, visible, taken_off)[1:])
+
+
+# Of queries and keys: tiles that no query sees, several tiles that add to a block, and sequences without a row.
+PACKS = {"long": ((100, 0, 290, 70), (70, 60, 400, 1)), "many_keys": ((65, 200), (700, 130)), "few": ((3, 9), (200, 5))}
+
+
+def packed_call(mask, lengths, d):
+    """Return (problem, tensors, borders, visible) of packed sequences."""
+    (sq, sk), borders = map(sum, lengths), [[0, *itertools.accumulate(own)] for own in lengths]
+    problem, tensors = call_of(Mask(), (sq, sk), (2, 1), (d, d), b=1)
+    visible = torch.zeros(sq, sk, dtype=torch.bool)
+    for number, own in enumerate(zip(*lengths, strict=True)):
+        visible[tuple(slice(border[number], border[number + 1]) for border in borders)] = mask.visible(*own)
+    q, k, v, dout, lse, delta = tensors
+    lse = lse.masked_fill(~visible.any(1), -torch.inf)
+    spec = OperandSpec((len(borders[0]),), (1,), torch.int32)
+    problem = replace(problem, mask=mask, sequences=Sequences(len(lengths[0]), spec, spec), deterministic=True)
+    return problem, (q, k, v, dout, lse, delta), [torch.tensor(own, dtype=torch.int32) for own in borders], visible
+
+
+def dq_of_packed(accum, problem, borders, width):
+    """dQ of the rows of all sequences, whose blocks lie in the accumulator as varlen.locate_keys says."""
+    parts = dq_of_accum(accum, width // 2, (1, problem.hq), None)
+    blocks = parts.unflatten(2, (-1, 2, 64)).transpose(3, 4).flatten(4).flatten(2, 3)
+    begins = [(int(start) // 64 + number) * 64 for number, start in enumerate(borders[0][:-1])]
+    return torch.cat([blocks[:, :, begin:begin + int(rows)] for begin, rows in zip(
+        begins, borders[0].diff(), strict=True)], 2)
+
+
+@pytest.mark.parametrize(("config", "d"), [(DETERMINISTIC, 128), (DETERMINISTIC_AHEAD, 64)], ids=["128", "64"])
+@pytest.mark.parametrize("mask", [Mask(), causal("bottom_right"), window(100, 30, "bottom_right"),
+                                  window(40, None, "top_left")], ids=str)
+@pytest.mark.parametrize("lengths", PACKS.values(), ids=PACKS)
+def test_tiles_of_packed_sequences_add_to_dq_in_their_order(lengths, mask, config, d):
+    """The accumulator is right, and so is every bit of it again, whatever other CTAs do meanwhile."""
+    problem, tensors, borders, visible = packed_call(mask, lengths, d)
+    found = []
+    for together in (1, 3):
+        random.seed(together)
+        accum, dk, dv = backward_on_cpu.differentiate(problem, tensors, config, 132, together, borders=borders)
+        found.append((dq_of_packed(accum, problem, borders, max(64, d))[..., :d], dk, dv))
+    compare(found[0], expected(problem, (*tensors[:4], tensors[4].masked_fill(tensors[4].isinf(), torch.inf),
+                                         tensors[5]), visible))
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("side", ["queries", "keys", "both"])
+@pytest.mark.parametrize("illegal", [(0, 300, 100, 400), (0, 350, 30, 60, 400), (0, 500, 900, 400), (0, -50, 400, 20),
+                                     (0, 130, 129, 128, 400)], ids=str)
+def test_no_tile_waits_for_ever_where_borders_decrease(illegal, side):
+    """A tile waits for those before it of its sequence, of which there may be none then."""
+    random.seed(0)
+    legal = torch.linspace(0, 400, len(illegal)).int()
+    lengths = tuple(legal.diff().tolist())
+    problem, tensors, borders, _ = packed_call(causal("bottom_right"), (lengths, lengths), 64)
+    given = torch.tensor(illegal, dtype=torch.int32)
+    borders = [given if side in (own, "both") else border for own, border in zip(
+        ("queries", "keys"), borders, strict=True)]
+    backward_on_cpu.differentiate(problem, tensors, DETERMINISTIC_AHEAD, 132, 3, borders=borders)
 
 
 @pytest.mark.parametrize(("sk", "config", "ctas"), [(128, DYNAMIC, 4), (4096, DYNAMIC, 128),

@@ -29,23 +29,17 @@ from tilewise.problem.sequences import Sequences
 
 d192 = pytest.importorskip("tilewise.kernels.hopper.backward.d192", reason="Triton is not installed")
 (masking, epilogue, loading, d256, dq_d256, q_tile, dq_accum, draws_of_keys, draws_of_queries, pipeline, products,
- softmax, tiles, varlen, mask_ranges) = (pytest.importorskip(f"tilewise.kernels.hopper.{name}") for name in (
+ softmax, tiles, varlen, mask_plan, mask_ranges) = (pytest.importorskip(f"tilewise.kernels.hopper.{name}") for name in (
      "backward.masking", "backward.epilogue", "backward.producers", "backward.d256", "backward.dq_d256",
      "backward.q_tile", "backward.dq_accum", "backward.dropout", "dropout", "pipeline", "products", "softmax",
-     "tile_scheduler", "varlen", "mask_ranges"))
-gluon_on_cpu, forward_on_cpu = (pytest.importorskip(f"emulation.{name}") for name in (
-    "gluon_on_cpu", "forward_on_cpu"))
+     "tile_scheduler", "varlen", "mask_plan", "mask_ranges"))
+gluon_on_cpu, forward_on_cpu, backward_on_cpu, plan_on_cpu = (pytest.importorskip(f"emulation.{name}") for name in (
+    "gluon_on_cpu", "forward_on_cpu", "backward_on_cpu", "plan_on_cpu"))
 Descriptor, Pointer, run = gluon_on_cpu.Descriptor, gluon_on_cpu.Pointer, gluon_on_cpu.run
 
 WIDE = HopperD256Config()
 MODULES = (masking, epilogue, loading, d256, dq_d256, q_tile, d192, dq_accum, draws_of_keys, draws_of_queries, pipeline,
-           products, softmax, tiles, varlen, mask_ranges)
-
-
-def clear_rows(tiles, stage, begin, stop, width):
-    """By rows: the kernel's own knows in which order a tile lies in memory, which the tiles here do not have."""
-    tile, rows = tiles.index(stage).reshape([64, width]), torch.arange(64)
-    tile.store(torch.where(((rows >= begin) & (rows < stop))[:, None], tile.load(None), 0.0))
+           products, softmax, tiles, varlen, mask_plan, mask_ranges)
 
 
 def draw(*counters):
@@ -64,13 +58,14 @@ def signed(probs, counters, threshold):
 CONSTANTS = {(module, "QUERIES"): 64 for module in MODULES if hasattr(module, "QUERIES")} | {
     (module, "LOG2E"): math.log2(math.e) for module in (loading, softmax)} | {(loading, "LOST"): 2.0**24} | {
     (module, "pack_pairs"): forward_on_cpu.pack_pairs for module in (d256, dq_d256)} | {
-    (d256, "clear_rows"): clear_rows, (d256, "draw"): draw,
+    (d256, "clear_rows"): backward_on_cpu.clear_rows, (d256, "draw"): draw,
     (d256, "signed"): signed, (dq_d256, "drop"): forward_on_cpu.drop} | {
     (mask_ranges, "SPAN"): 16, (varlen, "_CHUNK"): 128, (varlen, "_CLEARED"): 32,
     (d256, "load_fragments"): lambda tile: tile.load(None), (d256, "FRAGMENT_COLUMNS"): 128,
     (d256, "as_operand"): lambda fragments, *_: fragments,
     (dq_d256, "K_STAGES"): 2, (softmax, "squashed"): forward_on_cpu.squashed,
-    (d192, "multiply_rounded"): lambda probs, dprobs, dtype: (probs.float() * dprobs).to(dtype)}
+    (d192, "multiply_rounded"): lambda probs, dprobs, dtype: (probs.float() * dprobs).to(dtype)
+} | plan_on_cpu.plan_constants(MODULES)
 
 
 @pytest.mark.parametrize("dims", [(192, 128), (130, 40)])

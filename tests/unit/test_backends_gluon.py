@@ -103,10 +103,6 @@ def test_every_memory_order_of_batch_heads_and_positions_is_taken_and_is_that_of
 @pytest.mark.parametrize(("problem", "reason"), [
     (problem_of(dims=(64, 256), scores=ScoreOptions(alibi_slopes=SLOPES)),
      "takes, in its backward pass, head dims up to 128 with ALiBi, got 64 and 256"),
-    (problem_of(sequences=LENGTHS, deterministic=True),
-     "takes, in its backward pass, no lengths that are data where deterministic=True, got padded sequences"),
-    (problem_of((700, 900), b=1, mask=causal("bottom_right"), sequences=PACKED, deterministic=True),
-     "takes, in its backward pass, no lengths that are data where deterministic=True, got 8 packed sequences"),
 ], ids=lambda value: "" if isinstance(value, str) else str(value))
 def test_forward_takes_what_backward_refuses(problem, reason):
     assert gluon.backend.why_not(problem) is None
@@ -118,8 +114,9 @@ def test_forward_takes_what_backward_refuses(problem, reason):
     problem_of(scores=ScoreOptions(softcap=30.0, sinks=SINKS, dropout_p=0.5)),
     problem_of(dims=(64, 256), scores=ScoreOptions(softcap=30.0, dropout_p=0.5)),
     problem_of((700, 900), dims=(256, 256), b=1, mask=causal("bottom_right"), sequences=PACKED, scores=DROPS),
-    problem_of(dims=(192, 128), sequences=LENGTHS, scores=DROPS),
-    problem_of(scores=DROPS, sequences=LENGTHS),
+    problem_of(dims=(192, 128), sequences=LENGTHS, scores=DROPS, deterministic=True),
+    problem_of(scores=DROPS, sequences=LENGTHS, deterministic=True),
+    problem_of((700, 900), b=1, mask=causal("bottom_right"), sequences=PACKED, scores=DROPS, deterministic=True),
     problem_of((700, 900), b=1, mask=causal("bottom_right"), sequences=PACKED, scores=DROPS),
     problem_of((512, 700), mask=causal("bottom_right"), scores=DROPS),
     problem_of((512, 768), mask=window(80, 0, "bottom_right"), scores=DROPS),  # key 176 is the first that is seen

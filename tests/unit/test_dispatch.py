@@ -145,7 +145,9 @@ def _sized(**fields):
     ({"b": 1, "sq": 8192, "sk": 8192, "sequences": Sequences(80, LENGTHS.seqlens_k, LENGTHS.seqlens_k)}, "triton",
      "gluon"),
     ({"b": 1, "sq": 1000, "sk": 1000, "dv": 256, "sequences": Sequences(125, *LENGTHS[1:3])}, "triton", "triton"),
-    ({"b": 4, "sq": 4096, "sk": 4096, "sequences": LENGTHS, "deterministic": True}, "triton", "triton"),
+    ({"b": 4, "sq": 4096, "sk": 4096, "sequences": LENGTHS, "deterministic": True}, "gluon", "gluon"),
+    ({"b": 1, "sq": 1000, "sk": 1000, "deterministic": True,
+      "sequences": Sequences(125, LENGTHS.seqlens_k, LENGTHS.seqlens_k)}, "gluon", "gluon"),
 ])
 def test_gpus_ask_gluon_first_for_what_is_worth_its_launch(fields, forward, backward):
     problem = _sized(**fields)

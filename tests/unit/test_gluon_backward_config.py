@@ -151,13 +151,6 @@ def test_a_bias_is_for_lengths_that_are_known():
         HopperD128Config().columns(problem_of(64, scores=bias_of(), sequences=lengths))
 
 
-def test_a_fixed_order_is_for_lengths_that_are_known():
-    problem = problem_of(64, sequences=Sequences(seqlens_k=OperandSpec((1,), (1,), torch.int32)))
-    assert HopperD128Config().columns(problem) == ((64,), (64,))
-    with pytest.raises(InvalidInput, match=r"^variant=deterministic for .*; allowed are lengths that are no data\.$"):
-        HopperD128Config(variant=D128Variant.DETERMINISTIC).columns(problem)
-
-
 @pytest.mark.parametrize(("config", "more"), [
     (HopperD64Config(variant=D64Variant.DYNAMIC_TILES), 2 * 128 * 64 * 2),
     (HopperD64Config(variant=D64Variant.DETERMINISTIC), 64 * 64 * 4),

@@ -102,12 +102,19 @@ def test_two_warpgroups_have_ping_pong_where_that_was_timed_and_one_alone_has_no
 
 
 def test_of_packed_sequences_the_mean_length_counts_and_of_deterministic_calls_none():
+    """Which have the tiles of a middle length, and keep the maximum."""
     borders = OperandSpec((9,), (1,), torch.int32)
     for s, packed, deterministic, three in ((6144, 8, False, 3), (6143, 8, False, 2), (4096, 0, False, 3),
-                                            (16384, 8, True, 2), (4096, None, False, 3), (4096, None, True, 2)):
+                                            (16384, 8, True, 3), (64, 8, True, 3), (4096, None, False, 3),
+                                            (4096, None, True, 3)):
         sequences = Sequences(packed, *((None, None, borders) if packed is None else (borders, borders)))
         problem = replace(problem_of(64, 64, s=s), sequences=sequences, deterministic=deterministic)
-        assert forward_heuristic(problem).consumers == three
+        config = forward_heuristic(problem)
+        assert config.consumers == three
+        if deterministic:
+            under_a_mask = forward_heuristic(replace(problem, mask=causal("bottom_right")))
+            assert (under_a_mask.consumers, under_a_mask.ping_pong) == (2, True)
+            assert forward_schedule(problem, config, 132).frozen_max
 
 
 @pytest.mark.parametrize(("d", "dv", "config"), [

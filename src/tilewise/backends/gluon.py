@@ -360,9 +360,6 @@ def _wrong_mask(problem: AttentionProblem) -> str | None:
 
 
 def _wrong_scores(problem: AttentionProblem) -> str | None:
-    if problem.direction == "backward" and problem.deterministic and problem.sequences.are_data:
-        return ("takes, in its backward pass, no lengths that are data where deterministic=True, got "
-                f"{problem.sequences}")
     plain = problem.scores._replace(softcap=None, sinks=None, max_logit=False, dropout_p=0.0, mask=None,
                                     documents_q=None, documents_k=None, tiles_q=None, tiles_k=None,
                                     mask_function=None, score_function=None, alibi_slopes=None, bias=None)

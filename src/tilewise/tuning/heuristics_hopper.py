@@ -245,8 +245,10 @@ def prefers_gluon(problem: AttentionProblem) -> bool:
     A tile has 64 rows at least. Where there are fewer queries, the Triton kernels, with smaller tiles, take 0.4 to 0.8
     of the time (H200, forward), unless the heads of a group share a tile: 1.6 to 10 times it. They do, in the forward,
     where each head by itself would take a second wave of tiles; or tiles are cut along their keys, which takes 0.1 to
-    0.2 of Triton's time at 8192 keys and more. Of packed sequences the mean length counts; where lengths are data, a
-    deterministic call is triton's.
+    0.2 of Triton's time at 8192 keys and more. Of packed sequences the mean length counts. No length may where they are
+    data and the call is deterministic: sequences of 32 to 8192 tokens were then 0.95 to 1.61 times as fast in the
+    forward at head dim 128, 1.36 and more at 256, 0.70 to 1.17 at 64, by their length; and backward 1.12 to 1.58
+    times, but 0.73 and 0.96 in two of seven cases at 64.
 
     From 72 to 512 queries of 8 heads and 1 to 128 entries, full and causal, gluon was 1.04 to 2.5 times as fast as
     triton at head dims of 192 and 256 in both passes, however short. At 64 and 128 its forward was 1.14 to 1.41 times
@@ -259,7 +261,7 @@ def prefers_gluon(problem: AttentionProblem) -> bool:
     With a softcap at 256 columns the backward was 2.1 to 3 times as fast as triton's (causal, 1024 to 8192 tokens).
     """
     if not lengths_may_decide(problem):
-        return False
+        return True
     batch, keys = 1 if problem.deterministic else problem.b, problem.sk // (problem.sequences.packed or 1)
     packs = (problem.direction == "forward" and not problem.sequences.are_data and problem.is_banded
              and problem.group > 1 and batch * problem.hq > NUM_SMS)

@@ -2,6 +2,8 @@
 
 from tilewise.problem import AttentionProblem
 
+LENGTH_OF_ANY = 1024  # of sequences whose lengths may not decide: neither the shortest nor the longest lose by it
+
 
 def kernel_width(problem: AttentionProblem) -> int:
     """Padded head dim that decides the tile: of q and k or of v, the wider, and 64 at least; a tail's width added."""
@@ -14,8 +16,8 @@ def lengths_may_decide(problem: AttentionProblem) -> bool:
 
 
 def deciding_length(problem: AttentionProblem, length: int) -> int:
-    """Return the length by which a tile is chosen, of packed sequences their mean; 0 where none may decide."""
-    return length // (problem.sequences.packed or 1) if lengths_may_decide(problem) else 0
+    """Return the length by which a tile is chosen, of packed sequences their mean; always one where none may decide."""
+    return length // (problem.sequences.packed or 1) if lengths_may_decide(problem) else LENGTH_OF_ANY
 
 
 def has_pairs(problem: AttentionProblem) -> bool:

@@ -180,6 +180,20 @@ def locate_tile(number, grid, bounds, lengths, C: gl.constexpr):
 
 
 @gluon.jit
+def waits_for_its_own(first, cu_q, cu_k, sequence, row_q, row_k, sq, num_sequences, ROWS: gl.constexpr):
+    """Whether a tile of ROWS keys has all tiles before it, and its blocks of the dQ accumulator are no one else's.
+
+    So it is unless borders decrease; then the tile would wait for another for ever (dq_accum.py).
+    """
+    first_block = row_q // QUERIES + sequence
+    last_block = first_block + gl.maximum(sq - 1, 0) // QUERIES
+    has_keys = sequence_of(cu_k, num_sequences, row_k // ROWS + sequence, ROWS, FOUR_WARPS) == sequence
+    begins = sequence_of(cu_q, num_sequences, first_block, QUERIES, FOUR_WARPS) == sequence
+    ends = sequence_of(cu_q, num_sequences, last_block, QUERIES, FOUR_WARPS) == sequence
+    return (first >= 0) & has_keys & begins & ends
+
+
+@gluon.jit
 def locate_keys(tile, bounds, lengths, C: gl.constexpr):
     """Return the metadata of a tile of keys, in the order of its numbers in shared memory.
 
@@ -212,7 +226,10 @@ def locate_keys(tile, bounds, lengths, C: gl.constexpr):
     if C.HAS_LOWER:
         q_end = gl.minimum(sq, sk - lower)
         k_begin = gl.maximum(0, lower)
-    q_end = gl.where(first < k_end, q_end, 0)
+    sees = first < k_end
+    if C.DETERMINISTIC and C.HAS_CU_SEQLENS:
+        sees = sees & waits_for_its_own(first, cu_q, cu_k, sequence, row_q, row_k, sq, num_sequences, ROWS)
+    q_end = gl.where(sees, q_end, 0)
     numbers = (first, tile.head, tile.batch, q_end, k_end, lower, upper, row_q, row_k, q_begin, k_begin, rows,
                first_block)
     if C.HAS_DROPOUT or C.HAS_ALIBI or C.HAS_FUNCTION:
@@ -290,15 +307,18 @@ def sequence_rows_of(metadata, bounds, C: gl.constexpr):
 
 
 @gluon.jit
-def dq_parts_of(metadata, sq, num_sequences, WG: gl.constexpr, C: gl.constexpr):
-    """Return how many parts a query head has in the dQ accumulator, and a consumer's first; ``sq``: rows of a head."""
+def dq_blocks_of(metadata, sq, num_sequences, WARPS: gl.constexpr, C: gl.constexpr):
+    """Return how many blocks a query head has in the dQ accumulator, and which is the tile's sequence's first.
+
+    sq: rows of a head. WARPS: of the reader.
+    """
     blocks = (sq + (QUERIES - 1)) // QUERIES
-    first = WG
+    first = 0
     if C.HAS_CU_SEQLENS:
         blocks = sq // QUERIES + num_sequences + 1
     if C.VARLEN:
-        first += load_tile_metadata(metadata, _FIRST_BLOCK, 4) * C.CONSUMERS
-    return blocks * C.CONSUMERS, first
+        first = load_tile_metadata(metadata, _FIRST_BLOCK, WARPS)
+    return blocks, first
 
 
 @gluon.jit

@@ -301,8 +301,6 @@ class HopperD128Config(HopperBackwardConfig):
         """64 or 128 columns each."""
         if max(problem.d, problem.dv) > 128:
             raise self._refusal(problem, "head dims up to 128")
-        if self.deterministic and problem.sequences.are_data:
-            raise InvalidInput(f"variant={self.variant} for {problem}; allowed are lengths that are no data.")
         if problem.scores.bias is not None and problem.sequences.are_data:
             raise self._refusal(problem, "a bias where lengths are no data")
         return ((max(64, problem.width),),) * 2

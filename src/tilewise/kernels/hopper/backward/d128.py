@@ -116,7 +116,7 @@ from tilewise.kernels.hopper.tile_scheduler import (
 )
 from tilewise.kernels.hopper.varlen import (
     diagonal_at,
-    dq_parts_of,
+    dq_blocks_of,
     key_rows_of,
     kv_tile_of,
     load_tile_metadata,
@@ -312,8 +312,10 @@ def attend_tile(args, smem, tile, count, tile_count, WG: gl.constexpr, FUNCTION:
     # Phases: masked blocks, unmasked ones; in a fixed order those masked by the lower bound, unmasked ones, the rest.
     FIRST: gl.constexpr = 1 if (C.DETERMINISTIC or C.HEAD_PERSISTENT) and not C.HAS_LOWER else 0
     STOP: gl.constexpr = 3 if C.DETERMINISTIC or C.HEAD_PERSISTENT else 2
-    parts, own_part = dq_parts_of(smem.metadata, total, args.num_sequences, WG, C)
+    blocks_of_head, first_block = dq_blocks_of(smem.metadata, total, args.num_sequences, 4, C)
     NC: gl.constexpr = C.CONSUMERS
+    parts = blocks_of_head * NC
+    own_part = first_block * NC + WG
     for i in gl.static_range(NC):
         mbarrier.wait(kv.full.index(i), tile_count & 1)
     if C.S_AHEAD:
@@ -478,7 +480,8 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, lse, delta_or_bias
         gl.warp_specialize([
             (attend, (args, smem, ZERO, FUNCTION, DERIVATIVE, C)), (attend, (args, smem, ONE, FUNCTION, DERIVATIVE, C)),
             (load, (args, smem, C)),
-            (accumulate_in_order, (args, dq_stage, ZERO, NC, C)), (accumulate_in_order, (args, dq_stage, ONE, NC, C)),
+            (accumulate_in_order, (args, dq_stage, metadata, ZERO, NC, C)),
+            (accumulate_in_order, (args, dq_stage, metadata, ONE, NC, C)),
         ], [4, 1, 1, 1], [240, 24, 24, 24])
     else:
         gl.warp_specialize([

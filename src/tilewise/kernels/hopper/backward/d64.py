@@ -412,8 +412,8 @@ def hopper_backward_d64_kernel(q_desc, k_desc, v_desc, dout_desc, columns_desc, 
     if IN_ORDER:
         gl.warp_specialize([
             (attend, (args, smem, ZERO, C)), (attend, (args, smem, ONE, C)), (make_dq, (args, smem, C)),
-            (load, (args, smem, C)), (accumulate_in_order, (args, dq_stage, ZERO, ONE, C)),
-            (accumulate_in_order, (args, dq_stage, ONE, ONE, C)),
+            (load, (args, smem, C)), (accumulate_in_order, (args, dq_stage, (), ZERO, ONE, C)),
+            (accumulate_in_order, (args, dq_stage, (), ONE, ONE, C)),
         ], [4, 4, 1, 1, 1], [208, 72, 24, 24, 24])
     elif C.CTAS_PER_HEAD > 1:
         gl.warp_specialize([

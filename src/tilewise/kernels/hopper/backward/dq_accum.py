@@ -40,6 +40,7 @@ from tilewise.kernels.hopper.pipeline import (
     per_thread_asm,
     producer_acquire,
 )
+from tilewise.kernels.hopper.varlen import dq_blocks_of, kv_tile_of
 
 # Writers take every other block, each with a stage of its own: an addition may last as long as two blocks.
 WRITERS: gl.constexpr = gl.constexpr(2)
@@ -260,15 +261,20 @@ def accumulate(accum, dq, dq_stage, count, part, WG: gl.constexpr, C: gl.constex
 
 
 @gluon.jit
-def accumulate_in_order(args, dq_stage, WRITER: gl.constexpr, MAKERS: gl.constexpr, C: gl.constexpr):
-    """Writer, one warp: add what MAKERS warpgroups stage in every other block of all heads of the group."""
-    target, tile, bounds, group = args.dq, args.tile, args.bounds, args.group
+def accumulate_in_order(args, dq_stage, metadata, WRITER: gl.constexpr, MAKERS: gl.constexpr, C: gl.constexpr):
+    """Writer, one warp: add what MAKERS warpgroups stage in every other block of all heads of the group.
+
+    metadata: of the tile, where lengths are data (varlen.py).
+    """
+    target, group = args.dq, args.group
+    tile, bounds = kv_tile_of(metadata, args.tile, args.bounds, 1, C)
     blocks = q_blocks_of(tile.first, bounds, C)
-    blocks_of_head = (bounds.sq + (QUERIES - 1)) // QUERIES
+    blocks_of_head, first_block = dq_blocks_of(metadata, args.bounds.sq, args.num_sequences, 1, C)
     for count in range(WRITER, group * blocks.count, WRITERS):
         member = count // blocks.count
         m_block = q_block_start(count - member * blocks.count, blocks, C) // QUERIES
-        number = (tile.batch * args.grid.heads * group + tile.head * group + member) * blocks_of_head + m_block
+        head = tile.batch * args.grid.heads * group + tile.head * group + member
+        number = head * blocks_of_head + first_block + m_block
         rank = rank_of(tile.first, m_block, bounds, C)
         semaphore_wait(target.semaphores + number, rank)
         consumer_wait(dq_stage.full, count, WRITERS)

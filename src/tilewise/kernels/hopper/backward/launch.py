@@ -64,8 +64,7 @@ class HopperBackward:
         from tilewise.kernels.hopper.mask_ranges import QUERIES
 
         self.kernel, constants = _kernel_of(problem, config)
-        self.describe = TensorDescriptor
-        self.config = config
+        self.config, self.describe = config, TensorDescriptor
         self.allocate = allocate or allocator_on(problem.device)
         self.queries, self.keys = problem.seeing_queries, problem.seen_keys
         self.reads_all = len(self.queries) == problem.sq and len(self.keys) == problem.sk
@@ -73,7 +72,8 @@ class HopperBackward:
         width, sequences, heads = sum(chunks[0]), problem.sequences, problem.b * problem.hk
         tiles = sequences.slots(len(self.keys), config.block_n)
         self.narrow, self.has_two_chunks = config.kernel == "d64", len(chunks[0]) > 1
-        self.packed, self.takes_no_lengths = sequences.packed is not None, self.has_two_chunks or self.narrow
+        self.takes_no_lengths = self.has_two_chunks or self.narrow
+        self.packed, self.are_data = sequences.packed is not None, sequences.are_data
         # Queries, too, count from the first one that is read.
         *bounds, count, _is_shifted = bounds_of(problem)
         lower, upper = (0 if bound is None else bound + self.queries.start for bound in bounds)
@@ -194,11 +194,11 @@ class HopperBackward:
                slopes: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Allocate the dQ accumulator, and return it with what the kernel reads in place of lse: extra columns, or lse.
 
-        An accumulator that is added to in any order begins at zero. One that is first set may hold anything, but its
-        semaphores begin at zero.
+        An accumulator that is added to in any order begins at zero. One that is first set may hold anything, but where
+        lengths are data, since then no tile sets the blocks of queries that see no key; its semaphores begin at zero.
         """
         accum = self.allocate(self.accum_shape, (self.accum_shape[1], 1), torch.float32)
-        zeroed = accum[self.accum_rows:] if self.has_semaphores else accum
+        zeroed = accum[self.accum_rows:] if self.has_semaphores and not self.are_data else accum
         if not self.config.augmented_k:
             zeroed.zero_()
             return accum, lse
