@@ -20,7 +20,7 @@ from triton.runtime import driver
 from compiled.compile_record import Prepared, serve
 from compiled.sass import early_reads, possibly_unset, spills_in_steps, stray_descriptors
 from conformance.functions import known_masks, mask_functions, score_functions
-from tilewise.backends._support.mask_plans import planner_of
+from tilewise.backends._support.mask_plans import backward_planners, planner_of
 from tilewise.bench.compile_ahead import CompileOnlyDriver
 from tilewise.integrations.flex import traced_mask, traced_score
 from tilewise.kernels.hopper.arguments import BackwardOperands, Lengths
@@ -184,7 +184,7 @@ def launch_of(kernel, problem, config, modifiers):
         steps = () if problem.sequences.packed is None else ((1, 512, 1024, 8), (2048, 1024))
         return lengths_launch(problem, 8, *steps), (torch.empty(8, 8, dtype=torch.int32), *modifiers.lengths)
     if kernel.startswith("mask"):
-        planner, numbers = planner_of(problem, rows=2, columns=2), torch.empty(8, dtype=torch.int32)
+        planner, numbers = planner_of(problem, rows=2, columns=2, keys_first=False), torch.empty(8, dtype=torch.int32)
         return {"mask_cells": (planner.cells, (torch.empty(8, dtype=torch.int8), modifiers)),
                 "mask_lists": (planner.lists, (numbers, torch.empty(8, dtype=torch.int8))),
                 "mask_bits": (planner.bits, (numbers, numbers, modifiers))}[kernel]
@@ -265,14 +265,14 @@ def prepare_hopper(request):
     else:
         settings = dict(request["config"])
         config = BACKWARD_CONFIGS[settings.pop("kernel")](**settings)
-        strides, plan = plan_of(replace(problem, direction="backward"), config.block_n // 64, 1)
+        strides, plans = backward_plans_of(problem, config)
         schedule = backward_schedule(problem, config, request.get("group_splits", 1))
-        launch = backward_launch(problem, config, schedule, problem.q_strides, 132, plan=strides)
+        launch = backward_launch(problem, config, schedule, problem.q_strides, 132, plans=strides)
         if schedule.group_splits > 1:
             launch, written[1:3] = launch.launch, [torch.empty_strided(*form) for form in launch.forms]
         taken = (q, k, v, out, rows, rows)
-        read_too = BackwardOperands(Lengths(*lengths), operands.seed, *plan, operands.alibi_slopes, operands.bias,
-                                    operands.score_tensors)
+        read_too = BackwardOperands(Lengths(*lengths), operands.seed, slopes=operands.alibi_slopes, bias=operands.bias,
+                                    score_tensors=operands.score_tensors, **plans)
         if config.kernel == "d256":
             launch = launch.dq if request["part"] == "dq" else launch.dkdv
             written = written[:1] if request["part"] == "dq" else written[1:3]
@@ -289,10 +289,17 @@ def prepare_hopper(request):
 
 def plan_of(problem, rows, columns):
     """Return the strides of a call's mask plan, and something in the place of its lists and bits; or None's."""
-    planner = planner_of(problem, rows=rows, columns=columns)
+    planner = planner_of(problem, rows=rows, columns=columns, keys_first=False)
     if planner is None:
         return None, NO_PLAN
     return planner.strides, (torch.empty(8, dtype=torch.int32), torch.empty(8, dtype=torch.int32))
+
+
+def backward_plans_of(problem, config):
+    """Likewise of a backward pass: the strides of each plan, and what stands in their place, by BackwardOperands."""
+    planners = backward_planners(replace(problem, direction="backward"), config)
+    names = ("lists", "bits", "dq_lists", "dq_bits")[:2 * len(planners)]
+    return tuple(planner.strides for planner in planners), {name: torch.empty(8, dtype=torch.int32) for name in names}
 
 
 def report_of_hopper(compiled, log):

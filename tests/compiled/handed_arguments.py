@@ -22,7 +22,15 @@ from triton.backends.nvidia import driver as nvidia
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import driver
 
-from compiled.compile_ahead import TARGETS, max_logit_of, operands_of, plan_of, problem_of, tensors_of
+from compiled.compile_ahead import (
+    TARGETS,
+    backward_plans_of,
+    max_logit_of,
+    operands_of,
+    plan_of,
+    problem_of,
+    tensors_of,
+)
 from launch.driver_double import DriverDouble
 from tilewise.bench.compile_ahead import CompileOnlyDriver
 from tilewise.kernels import driver as cuda
@@ -192,16 +200,16 @@ def bound(request):
             lambda: (q, k, v, out, rows, None, modifiers_of(problem, operands)))
     else:
         config = backward_heuristic(problem)
-        strides, plan = plan_of(replace(problem, direction="backward"), config.block_n // 64, 1)
+        strides, plans = backward_plans_of(problem, config)
         schedule = backward_schedule(problem, config, request.get("group_splits", 1))
-        whole = launch = backward_launch(problem, config, schedule, problem.q_strides, 132, plan=strides)
+        whole = launch = backward_launch(problem, config, schedule, problem.q_strides, 132, plans=strides)
         if schedule.group_splits > 1:
             launch = whole.launch
         gradients = (torch.empty_like(like, dtype=problem.out_dtype) for like in (q, k, v))
-        given = (operands.seed, *plan, operands.alibi_slopes, operands.bias)
+        given = {"seed": operands.seed, "slopes": operands.alibi_slopes, "bias": operands.bias, **plans}
         read_too = NO_BACKWARD_OPERANDS
-        if any(tensor is not None for tensor in (*operands.lengths, *given)):
-            read_too = BackwardOperands(Lengths(*operands.lengths), *given)
+        if any(tensor is not None for tensor in (*operands.lengths, *given.values())):
+            read_too = BackwardOperands(Lengths(*operands.lengths), **given)
         tensors = (q, k, v, out, rows, rows.clone(), *gradients)
         counter = torch.empty(1, dtype=torch.int32)
         parts = [getattr(launch, name).enqueue for name in ("dkdv", "dq") if hasattr(launch, name)] or [

@@ -86,6 +86,7 @@ D256_SPILL_BOUND_ELSEWHERE = 32
 D256_OPTIONS_SPILL_BOUND = 256
 
 PADDED, PACKED = ["seqlens_q", "seqlens_k"], ["cu_seqlens_q", "cu_seqlens_k"]
+DOCUMENTS = ["documents_q", "documents_k"]
 
 
 def forward(d, mask="causal", dtype="bfloat16", s=4096, dv=None, options=()):
@@ -148,7 +149,7 @@ def test_a_bias_slopes_and_dropout_compile_without_a_spill(version):
     wanted = [forward(128, options=["bias"]), forward(128, options=["seed"]), forward(64, options=["alibi_slopes"])]
     if version == OLDEST:
         wanted += [forward(64, options=["bias"]), forward(64, options=["seed"]), forward(128, options=["alibi_slopes"]),
-                   forward(128, options=["bias", "documents_q", "documents_k"])]
+                   forward(128, options=["bias", *DOCUMENTS])]
         wanted.append(forward(128, options=["alibi_slopes"]) | {"mask": [None, None, "top_left"]})
     for row in compile_aloud(version, wanted):
         check_mma(row)
@@ -235,25 +236,23 @@ def test_tiles_of_a_window_compile_within_registers_and_shared_memory(version):
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_mask_plans_compile_within_registers_and_shared_memory(version):
-    documents = ["documents_q", "documents_k"]
-    wanted = [forward(64, "prefix"), forward(128, options=documents)]
+    wanted = [forward(64, "prefix"), forward(128, options=DOCUMENTS)]
     if version == OLDEST:
-        wanted += [forward(64, options=documents), forward(64, options=[*documents, "softcap", "sinks"]),
+        wanted += [forward(64, options=DOCUMENTS), forward(64, options=[*DOCUMENTS, "softcap", "sinks"]),
                    forward(64, "full", dtype="float16", options=["mask"]), forward(128, "prefix", dtype="float16"),
-                   forward(128, options=["mask", "softcap", "sinks"]), forward(96, options=documents),
-                   forward(128, s=256, options=documents),  # one warpgroup
-                   forward(256, options=documents), forward(192, "window", dv=128, options=["mask"])]
+                   forward(128, options=["mask", "softcap", "sinks"]), forward(96, options=DOCUMENTS),
+                   forward(128, s=256, options=DOCUMENTS),  # one warpgroup
+                   forward(256, options=DOCUMENTS), forward(192, "window", dv=128, options=["mask"])]
     check(version, wanted)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_mask_plans_in_the_backward_compile_within_registers_and_shared_memory(version):
-    documents = ["documents_q", "documents_k"]
-    wanted = [backward(64, options=documents, **AUGMENTED_K_CONFIGS[64][0])]
+    wanted = [backward(64, options=DOCUMENTS, **AUGMENTED_K_CONFIGS[64][0])]
     if version == OLDEST:
-        wanted += [backward(128, options=documents, **AUGMENTED_K_CONFIGS[128][0]),
+        wanted += [backward(128, options=DOCUMENTS, **AUGMENTED_K_CONFIGS[128][0]),
                    backward(128, "prefix", dtype="float16", **AUGMENTED_K_CONFIGS[128][0])]
-        wanted += [backward(d, options=[*documents, option], **configs[0])
+        wanted += [backward(d, options=[*DOCUMENTS, option], **configs[0])
                    for d, configs in BACKWARD_CONFIGS.items() for option in ("softcap", "seed")]
     check_backward(version, wanted, BACKWARD_DROPOUT_SPILL_BOUND.get(version, BACKWARD_DROPOUT_SPILL_BOUND_ELSEWHERE))
 
@@ -266,7 +265,7 @@ def test_score_functions_compile_without_a_spill(version):
     if version == OLDEST:
         wanted += [forward(d, options=["score:squashed"]) for d in (64, 128)]
         wanted += [forward(128, "window", "float16", options=["score:relative"]), forward(96, options=["score:damped"]),
-                   forward(128, options=["score:damped", "documents_q", "documents_k"]),
+                   forward(128, options=["score:damped", *DOCUMENTS]),
                    forward(64, options=["score:relative", "cu_seqlens_q", "cu_seqlens_k"])]
     for row in compile_aloud(version, wanted):
         check_mma(row)
@@ -285,7 +284,7 @@ def test_derivatives_of_score_functions_compile_within_registers_and_shared_memo
                    backward(128, dtype="float16", options=["score:squashed"], **registers),
                    backward(64, options=["score:damped"], **DETERMINISTIC),
                    backward(128, options=["score:damped"], **DETERMINISTIC),
-                   backward(128, options=["score:damped", "documents_q", "documents_k"], **registers),
+                   backward(128, options=["score:damped", *DOCUMENTS], **registers),
                    backward(64, "shifted", options=["score:relative", "cu_seqlens_q", "cu_seqlens_k"], **ahead)]
     check_backward(version, wanted, FUNCTION_SPILL_BOUND.get(version, FUNCTION_SPILL_BOUND_ELSEWHERE))
 
@@ -319,16 +318,16 @@ def test_backward_with_device_side_lengths_and_softcap_compiles_within_registers
     wanted = []
     for (d, (config, ordered)), masks in zip(BACKWARD_CONFIGS.items(), (("full", "window"), ("causal", "window")),
                                              strict=True):
-        wanted.append(backward(d, "shifted", options=[*PACKED, *PADDED], **ordered))
         wanted.append(backward(d, "shifted", options=[*PACKED, *PADDED, "softcap"], **config))
+        wanted.append(backward(d, "shifted", options=[*PACKED, *PADDED], **ordered))
         # 3.9.0 leaves descriptors of products stray with a softcap at d 128, causal.
         if version == OLDEST:
             wanted += [backward(d, mask, options=PACKED, **config) for mask in masks]
             wanted.append(backward(d, "shifted", options=PADDED, **config))
             wanted.append(backward(d, masks[0], options=["softcap"], **config))
+            wanted.append(backward(d, options=["softcap"], **ordered))
             wanted += [backward(d, mask, options=options, **ordered) for mask, options in (
                 ("full", PACKED), ("causal", [*PADDED, "softcap"]))]
-            wanted.append(backward(d, options=["softcap"], **ordered))
     check_backward(version, wanted, BACKWARD_LENGTHS_SPILL_BOUND.get(version, BACKWARD_LENGTHS_SPILL_BOUND_ELSEWHERE))
 
 
@@ -340,18 +339,18 @@ def test_slopes_in_the_backward_compile_within_registers_and_shared_memory(versi
         wanted += [backward(d, mask, options=slopes, **config) for d, configs in BACKWARD_CONFIGS.items()
                    for mask, config in zip(("full", "window"), configs, strict=True)]
         wanted.append(backward(64, options=[*slopes, "softcap", "seed"], **BACKWARD_CONFIGS[64][0]))
-        wanted.append(backward(128, options=[*slopes, "documents_q", "documents_k"], **D128))
+        wanted.append(backward(128, options=[*slopes, *DOCUMENTS], **D128))
     check_backward(version, wanted, BACKWARD_SLOPES_SPILL_BOUND.get(version, BACKWARD_SLOPES_SPILL_BOUND_ELSEWHERE))
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_slopes_with_augmented_k_compile_within_registers_and_shared_memory(version):
-    slopes, documents = ["alibi_slopes"], ["documents_q", "documents_k"]
+    slopes = ["alibi_slopes"]
     wanted = [backward(d, "window", options=slopes, **configs[0]) for d, configs in AUGMENTED_K_CONFIGS.items()]
     if version == OLDEST:
         wanted += [backward(d, options=slopes, **config) for d, configs in AUGMENTED_K_CONFIGS.items()
                    for config in configs]
-        wanted += [backward(d, options=[*slopes, *documents], **configs[0])
+        wanted += [backward(d, options=[*slopes, *DOCUMENTS], **configs[0])
                    for d, configs in AUGMENTED_K_CONFIGS.items()]
     check_backward(version, wanted, AUGMENTED_SLOPES_SPILL_BOUND)
 
@@ -366,7 +365,7 @@ def test_a_bias_with_augmented_k_compiles_within_registers_and_shared_memory(ver
     if version == OLDEST:
         wanted += [biased(64, dtype="float16", **dynamic), biased(64, "window", **in_order), biased(64, **alone),
                    biased(64, options=["alibi_slopes"], **dynamic), biased(128, options=["alibi_slopes"], **wide),
-                   biased(64, options=["documents_q", "documents_k"], **dynamic), biased(128, "full", **wide),
+                   biased(64, options=[*DOCUMENTS], **dynamic), biased(128, "full", **wide),
                    biased(128, "window", **wide), biased(128, dtype="float16", **wide), biased(128, **wide_alone)]
     check_biased(version, wanted, AUGMENTED_BIAS_SPILL_BOUND)
 
@@ -379,7 +378,7 @@ def test_a_bias_without_augmented_k_compiles_within_registers_and_shared_memory(
     if version == OLDEST:
         wanted += [biased(64, "full", options=["alibi_slopes"], **ahead), biased(64, options=["softcap"], **in_order),
                    biased(128, "full", options=["alibi_slopes"], **staged), biased(128, **staged) | {"bias": "float32"},
-                   biased(128, options=["softcap", "documents_q", "documents_k"], **staged)]
+                   biased(128, options=["softcap", *DOCUMENTS], **staged)]
     check_biased(version, wanted, BIAS_SPILL_BOUND.get(version, BIAS_SPILL_BOUND_ELSEWHERE))
 
 
@@ -462,10 +461,13 @@ def wide(part, d, mask="causal", dtype="bfloat16", dv=None):
 def test_hopper_backward_d256_compiles_within_registers_and_shared_memory(version, part):
     wanted = [wide(part, 256, "window"), wide(part, 256) | {"options": ["softcap"]},
               wide(part, 256, "window") | {"options": ["seed"]}, wide(part, 256) | {"options": PACKED},
-              wide(part, 256, "window") | {"options": [*PACKED, *PADDED, "softcap"]}]
+              wide(part, 256, "window") | {"options": [*PACKED, *PADDED, "softcap"]},
+              wide(part, 256) | {"options": DOCUMENTS}]
     if version == OLDEST:
         wanted += [wide(part, 192, dv=128) | {"options": ["seed", "softcap"]},
                    wide(part, 192, "window", dv=128) | {"options": [*PADDED, "seed"]}]
+        wanted += [wide(part, 192, dv=128) | {"options": [*DOCUMENTS, "seed", "softcap"]},
+                   wide(part, 72, "full", dv=136) | {"options": ["mask"]}]
         wanted += [wide(part, 256, mask) for mask in ("full", "causal")]
         wanted += [wide(part, 192, "window", dv=128) | {"options": ["softcap"]}]
         wanted += [wide(part, 256, dtype="float16"), wide(part, 192, dv=128), wide(part, 72, dv=136)]

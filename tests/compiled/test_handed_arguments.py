@@ -42,6 +42,8 @@ CALLS = {
                                "group_splits": 4},
     "backward, d 256, with dropout": {"kernel": "hopper_backward", "d": 256, "mask": CAUSAL, "options": ["seed"]},
     "backward, d 256, of packed sequences": {"kernel": "hopper_backward", "d": 256, "mask": CAUSAL, "options": PACKED},
+    "backward, d 256, with mask plans": {"kernel": "hopper_backward", "d": 256, "mask": CAUSAL,
+                                         "options": ["mask", "seed"]},
     "backward, d 256, groups split": {"kernel": "hopper_backward", "d": 256, "mask": CAUSAL, "heads": (4, 2),
                                       "group_splits": 2},
     "forward in float32": {"kernel": "hopper_forward", "d": 128, "mask": CAUSAL, "float32_results": True},

@@ -54,7 +54,8 @@ def differentiate(problem, tensors, config, num_sms, together, plan=None, border
     group_splits: as of a schedule; dk and dv are then those of splits. function_tensors: what a score function reads.
     """
     lists, bits, strides = (None, None, None) if plan is None else plan
-    launch = bound_backward(problem, config, num_sms, plan=strides, group_splits=group_splits)
+    launch = bound_backward(problem, config, num_sms, plans=() if plan is None else (strides,),
+                            group_splits=group_splits)
     q, k, v, dout, lse, delta = tensors
     dq, dk, dv = (torch.full_like(tensor, float("nan"), dtype=problem.out_dtype) for tensor in (q, k, v))
     if group_splits > 1:

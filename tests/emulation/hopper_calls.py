@@ -29,10 +29,10 @@ def bound_forward(problem, config, num_sms=132, pack_gqa=1, split_kv=None, plan=
     return HopperForward(problem, config, schedule, num_sms, plan)
 
 
-def bound_backward(problem, config, num_sms=132, incoming=None, allocate=None, plan=None, group_splits=1):
-    """The backward kernels of a config, likewise."""
+def bound_backward(problem, config, num_sms=132, incoming=None, allocate=None, plans=(), group_splits=1):
+    """The backward kernels of a config, likewise. plans: the strides of each mask plan."""
     schedule = backward_schedule(problem, config, group_splits)
-    return backward_launch(problem, config, schedule, problem.q_strides, num_sms, incoming, allocate, plan)
+    return backward_launch(problem, config, schedule, problem.q_strides, num_sms, incoming, allocate, plans)
 
 
 def scalars_of(problem, config, pack_gqa=1):

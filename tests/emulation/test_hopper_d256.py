@@ -200,6 +200,39 @@ def test_sequences_are_alone_among_others_and_padding_reaches_nothing(lengths, m
     compare((dq, dk, dv), (wanted[0] * SCALE, *wanted[1:]))
 
 
+def visible_pairs(entries, heads, sq, sk):
+    """Blocks of 64 x 64 pairs that are hidden, whole or visible in part, a third each, under queries that see none."""
+    kinds = torch.randint(3, (entries, heads, -(-sq // 64), -(-sk // 64)))
+    wide = kinds.repeat_interleave(64, 2).repeat_interleave(64, 3)[:, :, :sq, :sk]
+    visible = (wide == 2) | (wide == 1) & (torch.rand(entries, heads, sq, sk) < 0.5)
+    visible[:, :, :5], visible[:, :, 130:] = False, visible[:, :, 130:] & (torch.arange(sk) >= 64)
+    return visible
+
+
+@pytest.mark.parametrize(("entries", "own_heads", "heads", "lengths", "dims", "options"), [
+    (1, 1, (2, 1), (330, 270), (256, 256), {}), (2, 1, (2, 2), (200, 150), (192, 128), {"softcap": 1.5}),
+    (1, 2, (2, 2), (150, 200), (200, 100), {"dropout_p": 0.25}), (2, 2, (2, 2), (130, 190), (72, 136), {})])
+def test_the_source_reads_lists_and_bits(entries, own_heads, heads, lengths, dims, options):
+    """Of a mask of all batch entries and heads, and of one of each of either."""
+    random.seed(0)
+    problem, tensors = call_of(Mask(), lengths, heads, dims)
+    visible, seed, p = visible_pairs(entries, own_heads, *lengths), torch.tensor([7]), options.get("dropout_p", 0.0)
+    facts = OperandSpec(tuple(visible.shape), visible.stride(), torch.bool)
+    problem = replace(problem, scores=ScoreOptions(mask=facts, **options))
+    of_keys, of_queries = (plan_on_cpu.plan_of(visible, rows, 1, keys_first) for rows, keys_first in (
+        (1, True), (2, False)))
+    launch = bound_backward(problem, WIDE, plans=(of_keys[2], of_queries[2]))
+    gradients = []
+    for part, (lists, bits, _), like in ((launch.dq, of_queries, tensors[:1]), (launch.dkdv, of_keys, tensors[1:3])):
+        operands = BackwardOperands(seed=seed if p else None, lists=lists, bits=bits)
+        gradients += run_part(part, tensors, like, operands=operands)
+    kept = keep_tile(seed, problem.b * problem.hq, *[Span(0, length) for length in lengths], p, 0)
+    function = (lambda scores: 1.5 * torch.tanh(scores / 1.5)) if "softcap" in options else None
+    kept = kept.view(problem.b, problem.hq, *lengths).double() / (1.0 - p)
+    dq, dk, dv = expected(problem, tensors, visible, function=function, kept=kept)
+    compare(gradients, (dq * SCALE, dk, dv))
+
+
 def test_a_hidden_score_that_overflows_adds_nothing_to_gradients_under_a_softcap():
     random.seed(0)
     problem, tensors = with_a_hidden_overflow(*call_of(*MASKS["causal"], (192, 192)))
@@ -241,10 +274,11 @@ def run_part(part, tensors, like, constants=None, operands=NO_BACKWARD_OPERANDS)
     *read, lse, delta = tensors
     read, written = ([form and Descriptor(tensor, form[0]) for tensor, own in zip(some, forms, strict=True)
                       for form in own] for some, forms in ((read, part.forms[:4]), (gradients, part.forms[4:])))
-    seed, *lengths = (one if one is None else Pointer(one) for one in (operands.seed, *operands.lengths))
+    seed, lists, bits, *lengths = (one if one is None else Pointer(one) for one in (
+        operands.seed, operands.lists, operands.bits, *operands.lengths))
     by_pointers = [Pointer(one.view(-1)) for one in gradients] if part.is_packed else []
     pointers = WideHeadPointers(Pointer(lse.flatten()), Pointer(delta.flatten()), seed,
-                                *[*by_pointers, None, None][:2], Lengths(*lengths))
+                                *[*by_pointers, None, None][:2], lists, bits, Lengths(*lengths))
     numbers, fixed = part.scalars
     run(part.kernel, MODULES, part.grid[0],
         (*read, *written, pointers, forward_on_cpu.as_kernels_have(numbers), fixed),

@@ -158,13 +158,13 @@ def shown_by(planner, lists, bits, rows, columns):
     return shown.flatten(4).flatten(1, 3), fulls
 
 
-@pytest.mark.parametrize(("direction", "rows", "columns"), [
-    ("forward", 1, 1), ("forward", 2, 2), ("forward", 3, 2), ("backward", 2, 1)], ids=str)
+@pytest.mark.parametrize(("direction", "rows", "columns", "keys_first"), [
+    ("forward", 1, 1, False), ("forward", 2, 2, False), ("forward", 3, 2, False), ("backward", 2, 1, True),
+    ("backward", 1, 1, True), ("backward", 2, 1, False)], ids=str)
 @pytest.mark.parametrize("case", BUILT)
-def test_lists_and_bits_are_the_mask(case, direction, rows, columns, interpreted):
+def test_lists_and_bits_are_the_mask(case, direction, rows, columns, keys_first, interpreted):
     problem, operands, visible = call_with(*BUILT[case], direction)
-    keys_first = direction == "backward"
-    queries = problem.seeing_queries if keys_first else Span(0, problem.sq)
+    queries = problem.seeing_queries if direction == "backward" else Span(0, problem.sq)
     keys = problem.seen_keys
     planner = built.MaskPlanner(problem, queries, keys, rows=rows, columns=columns, keys_first=keys_first)
     lists, bits = planner(operands, lambda sizes, strides, dtype: torch.full(sizes, -7, dtype=dtype))

@@ -302,14 +302,12 @@ def test_masks_without_a_plan_are_refused_in_both_passes(problem, reason):
 
 
 @pytest.mark.parametrize(("problem", "reason"), [
-    (problem_of(mask=prefix(3), deterministic=True), "takes, in its backward pass, causal masks and windows where "
-                                                     "deterministic=True, got causal() & prefix(3)"),
+    (problem_of(mask=prefix(3), deterministic=True),
+     "takes, in its backward pass, causal masks and windows where deterministic=True at head dims up to 128, got "
+     "causal() & prefix(3)"),
     (problem_of(scores=documents_of(), deterministic=True),
-     "takes, in its backward pass, causal masks and windows where deterministic=True, got no mask, documents"),
-    (problem_of(dims=(256, 256), scores=documents_of()), "takes, in its backward pass, head dims up to 128 with masks "
-                                                         "other than causal ones and windows, got 256 and 256"),
-    (problem_of(dims=(64, 136), mask=prefix(3)), "takes, in its backward pass, head dims up to 128 with masks other "
-                                                 "than causal ones and windows, got 64 and 136"),
+     "takes, in its backward pass, causal masks and windows where deterministic=True at head dims up to 128, got "
+     "no mask, documents"),
     (problem_of(scores=boolean_of(1, 4, 512, 512)), "takes, in its backward pass, a mask of each head's own where no "
                                                     "heads share keys, got 4 and 2 heads"),
     (problem_of(scores=ScoreOptions(mask_function=OF_HEADS)), "takes, in its backward pass, a mask of each head's own "

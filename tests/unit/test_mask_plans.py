@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from tilewise.backends._support import mask_plans
-from tilewise.backends._support.mask_plans import mask_plan, plan_bytes, planner_of, too_large
+from tilewise.backends._support.mask_plans import backward_planners, mask_plan, plan_bytes, planner_of, too_large
 from tilewise.functions import FunctionCode, MaskKind
 from tilewise.kernels.hooks import compile_only
+from tilewise.kernels.hopper.backward.config import HopperD64Config, HopperD256Config
 from tilewise.kernels.hopper.launch import STREAM_OF_THREAD
 from tilewise.masks import Mask, Span, causal, prefix, window
 from tilewise.problem import AttentionProblem
@@ -312,7 +313,8 @@ def test_a_mask_between_two_bounds_has_no_planner(monkeypatch):
     monkeypatch.setitem(sys.modules, "tilewise.kernels.triton.mask_plan", None)  # and Triton is not asked for
     for mask in (Mask(), causal(), window(100, 0)):
         for problem in (problem_of(mask=mask), problem_of(mask=mask).backward(lse_grad=False)):
-            assert planner_of(problem, rows=2, columns=2) is None
+            assert planner_of(problem, rows=2, columns=2, keys_first=False) is None
+            assert backward_planners(problem, HopperD256Config()) == ()
 
 
 @pytest.mark.parametrize(("problem", "queries", "keys"), [
@@ -326,9 +328,12 @@ def test_a_plan_is_of_all_queries_forward_and_of_those_that_see_a_key_backward(p
     monkeypatch.setitem(sys.modules, "tilewise.kernels.triton.mask_plan", SimpleNamespace(
         MaskPlanner=lambda *given, **named: made.append((given, named)) or "planner"))
     problem = replace(problem, scores=ScoreOptions(**documents_of(1)))
-    assert planner_of(problem, rows=3, columns=2) == "planner"
+    assert planner_of(problem, rows=3, columns=2, keys_first=False) == "planner"
     backward = problem.backward(lse_grad=False)
-    assert planner_of(backward, rows=2, columns=1) == "planner"
+    assert backward_planners(backward, HopperD64Config()) == ("planner",)
+    assert backward_planners(backward, HopperD256Config()) == ("planner", "planner")
+    of_keys, of_queries = {"rows": 1, "columns": 1, "keys_first": True}, {"rows": 2, "columns": 1, "keys_first": False}
     assert made == [
         ((problem, Span(0, problem.sq), keys), {"rows": 3, "columns": 2, "keys_first": False}),
-        ((backward, queries, keys), {"rows": 2, "columns": 1, "keys_first": True})]
+        ((backward, queries, keys), of_keys | {"rows": 2}),
+        ((backward, queries, keys), of_keys), ((backward, queries, keys), of_queries)]

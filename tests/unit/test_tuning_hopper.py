@@ -113,15 +113,16 @@ UNFIT = {"d": {"d": 136}, "dv": {"dv": 136}, "scale": {"scale": 2.0**-41}, "nega
          "lengths": {"sequences": Sequences(seqlens_k=OperandSpec((1,), (1,), torch.int32))}}
 
 
-@pytest.mark.parametrize("name", ["softcap", "dropout", "lengths"])
+@pytest.mark.parametrize("name", ["softcap", "dropout", "lengths", "mask"])
 def test_some_options_have_dq_in_a_kernel_of_its_own_above_128_columns(name):
-    capped = replace(problem_of(192, 128, kernel="hopper_backward"), **UNFIT[name])
+    fields = {"mask": prefix(3)} if name == "mask" else UNFIT[name]
+    capped = replace(problem_of(192, 128, kernel="hopper_backward"), **fields)
     for d in (192, 256):
         problem = replace(capped, d=d)
         assert backward_heuristic(problem) == HopperD256Config()
         tiles = propose_hopper("hopper_backward", problem, DEVICE).tiles
         assert {config.kernel for config in tiles} == {"d256"}
-    allowed = r"calls without a softcap, dropout or lengths that are data\."
+    allowed = r"causal masks and windows, no softcap, dropout or lengths that are data\."
     with pytest.raises(InvalidInput, match=rf"^kernel=d192 for .*; allowed are {allowed}$"):
         HopperD192Config().columns(capped)
 

@@ -11,7 +11,7 @@ import torch
 from tilewise.backends._support.bias_gradients import dq_launches
 from tilewise.backends._support.current import is_current
 from tilewise.backends._support.hopper import awaits_dbias_check, untrusted, wrong_triton
-from tilewise.backends._support.mask_plans import mask_plan, planner_of, too_large
+from tilewise.backends._support.mask_plans import backward_planners, mask_plan, planner_of, too_large
 from tilewise.backends._support.memory import Allocate, Form, allocator, forms_of_gradients, forms_of_results
 from tilewise.backends._support.triton import precision_of
 from tilewise.backends.base import BoundBackward, BoundForward, Gradients, Needs, Results, Saved, Three
@@ -178,7 +178,7 @@ def _plan(problem: AttentionProblem) -> _Plan:
     num_sms = torch.cuda.get_device_properties(problem.device).multi_processor_count
     config = hopper_forward_config(problem, device_spec(problem.device), num_sms)
     schedule = forward_schedule(problem, config, num_sms)
-    planner = planner_of(problem, rows=config.consumers, columns=config.block_n // 64)
+    planner = planner_of(problem, rows=config.consumers, columns=config.block_n // 64, keys_first=False)
     launch = HopperForward(problem, config, schedule, num_sms, None if planner is None else planner.strides)
     combine = None
     if schedule.split_kv is not None:
@@ -195,7 +195,8 @@ def _plan(problem: AttentionProblem) -> _Plan:
 class _BackwardPlan:
     """What makes memory, what dq, dk, dv and delta are, two launches, and modifiers without a tensor.
 
-    Where delta has a kernel of its own, its launch comes first, then that of the others. planner: as of the forward.
+    Where delta has a kernel of its own, its launch comes first, then that of the others. planners: they build the mask
+    plans where the mask is no band.
     again: the Triton kernel for dQ, which sums what few calls want on its way, the gradients of ALiBi's slopes and of a
     bias, and writes dq once more; or None. dbias: where the latter has a kernel of its own, this.
     """
@@ -205,7 +206,7 @@ class _BackwardPlan:
     delta: Launch
     launch: HopperBackward | HopperBackwardApart | HopperBackwardOfSplits
     fixed: Modifiers | None
-    planner: "MaskPlanner | None"
+    planners: "tuple[MaskPlanner, ...]"
     again: "Launch | BiasGradientSums | None"
     dbias: "Launch | HopperDbias | None"
 
@@ -241,11 +242,12 @@ class _BackwardPlan:
 
     def _read(self, operands: Operands) -> BackwardOperands:
         """Return what the launch takes beside the tensors that every call has."""
-        plan = NO_PLAN if self.planner is None else mask_plan(self.planner, operands, self.allocate)
-        if operands is NO_OPERANDS and plan is NO_PLAN:
+        if operands is NO_OPERANDS and not self.planners:
             return NO_BACKWARD_OPERANDS
-        return BackwardOperands(Lengths(*operands.lengths), operands.seed, *plan, operands.alibi_slopes, operands.bias,
-                                operands.score_tensors)
+        plans = [part for planner in self.planners for part in mask_plan(planner, operands, self.allocate)]
+        return BackwardOperands(Lengths(*operands.lengths), operands.seed, slopes=operands.alibi_slopes,
+                                bias=operands.bias, score_tensors=operands.score_tensors,
+                                **dict(zip(("lists", "bits", "dq_lists", "dq_bits"), plans, strict=False)))
 
 
 @registered
@@ -267,13 +269,13 @@ def _backward_plan(problem: AttentionProblem, incoming: tuple[Sizes, Sizes, Size
     scores = problem.scores
     has_operands = bool(problem.sequences.are_data or scores.sinks or scores.mask or scores.documents_q
                         or scores.alibi_slopes or scores.bias or any(function.dtypes for function in scores.functions))
-    planner = planner_of(problem, rows=config.block_n // 64, columns=1)
+    planners = backward_planners(problem, config)
     schedule = backward_schedule(problem, config, choose_group_splits(problem, config, num_sms))
     return _BackwardPlan(allocator(problem.device), forms, delta_launch(problem, delta_config(problem), *incoming),
                          backward_launch(problem, config, schedule, strides[0], num_sms,
                                          (out_strides, dout_strides) if nobody_else else None,
-                                         allocator(problem.device), None if planner is None else planner.strides),
-                         None if has_operands else modifiers_of(problem, NO_OPERANDS), planner,
+                                         allocator(problem.device), tuple(planner.strides for planner in planners)),
+                         None if has_operands else modifiers_of(problem, NO_OPERANDS), planners,
                          *_launches_of_sums(problem, dout_strides, strides[0], alignment, dbias))
 
 
@@ -348,11 +350,9 @@ def _wrong_mask(problem: AttentionProblem) -> str | None:
         return (f"takes prefixes, sink tokens and chunks of as many queries as keys, got {problem.sq} and {problem.sk} "
                 f"with {problem.mask}")
     if problem.direction == "backward":
-        if problem.deterministic:
-            return f"takes, in its backward pass, causal masks and windows where deterministic=True, got {got}"
-        if max(problem.d, problem.dv) > WIDEST_WITH_EVERY_OPTION:
-            return (f"takes, in its backward pass, head dims up to {WIDEST_WITH_EVERY_OPTION} with masks other than "
-                    f"causal ones and windows, got {problem.d} and {problem.dv}")
+        if problem.deterministic and max(problem.d, problem.dv) <= WIDEST_WITH_EVERY_OPTION:
+            return (f"takes, in its backward pass, causal masks and windows where deterministic=True at head dims up "
+                    f"to {WIDEST_WITH_EVERY_OPTION}, got {got}")
         if problem.distinct_masks[1] > 1 and problem.group > 1:
             return (f"takes, in its backward pass, a mask of each head's own where no heads share keys, got "
                     f"{problem.hq} and {problem.hk} heads")

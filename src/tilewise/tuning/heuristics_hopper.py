@@ -171,7 +171,7 @@ def backward_heuristic(problem: AttentionProblem, num_sms: int = NUM_SMS) -> Hop
     has a second tile. Without augmented K registers hold the next block's S there (+0 to 7 %), and dQ is accumulated
     from registers (+7 to 16 %). Wider heads leave no choice: where registers hold all columns of dK and dV of 64 keys
     each warpgroup has keys of its own (at 192 and 128 1.2 to 1.4 times as fast as sharing them), unless dq is wanted in
-    a fixed order or there is a softcap, dropout or lengths that are data; else two share them.
+    a fixed order or there is a softcap, dropout, a mask plan or lengths that are data; else two share them.
     The ring of a bias takes shared memory: a variant beside which it does not fit is not chosen. With a score function
     other variants were not timed: these are the ones of which Triton 3.6 to 3.9 leave the fewest descriptors of
     products that are not alike on every path of the code.

@@ -17,6 +17,7 @@ import torch
 from tilewise.backends._support.memory import Allocate
 from tilewise.kernels.driver import raw_stream
 from tilewise.kernels.hooks import take_of_kernels
+from tilewise.kernels.hopper.backward.config import BackwardKernel, HopperBackwardConfig
 from tilewise.kernels.hopper.launch import STREAM_OF_THREAD
 from tilewise.masks import Span
 from tilewise.problem import AttentionProblem
@@ -63,15 +64,23 @@ def too_large(problem: AttentionProblem) -> str | None:
     return None
 
 
-def planner_of(problem: AttentionProblem, *, rows: int, columns: int) -> "MaskPlanner | None":
-    """Return what builds the plan of a pass; None for a mask that bounds describe. rows, columns: as of MaskPlanner."""
+def planner_of(problem: AttentionProblem, *, rows: int, columns: int, keys_first: bool) -> "MaskPlanner | None":
+    """Return what builds the plan of a kernel; None for a mask that bounds describe. The rest: as of MaskPlanner."""
     if problem.is_banded:
         return None
     from tilewise.kernels.triton.mask_plan import MaskPlanner
 
-    is_backward = problem.direction == "backward"
-    queries = problem.seeing_queries if is_backward else Span(0, problem.sq)
-    return MaskPlanner(problem, queries, problem.seen_keys, rows=rows, columns=columns, keys_first=is_backward)
+    queries = problem.seeing_queries if problem.direction == "backward" else Span(0, problem.sq)
+    return MaskPlanner(problem, queries, problem.seen_keys, rows=rows, columns=columns, keys_first=keys_first)
+
+
+def backward_planners(problem: AttentionProblem, config: HopperBackwardConfig) -> "tuple[MaskPlanner, ...]":
+    """Return what builds the plans of a backward pass: of tiles of keys, and of queries where dQ has its own kernel."""
+    if problem.is_banded:
+        return ()
+    tiles = [(config.block_n // 64, True)] + [(2, False)] * (config.kernel is BackwardKernel.D256)
+    made = [planner_of(problem, rows=rows, columns=1, keys_first=keys_first) for rows, keys_first in tiles]
+    return tuple(planner for planner in made if planner is not None)
 
 
 def mask_plan(planner: "MaskPlanner", operands: Operands, allocate: Allocate) -> Plan:

@@ -200,7 +200,8 @@ class BackwardOperands(NamedTuple):
     """The tensors of a backward pass beside q, k, v, dout, lse and delta; what a call has not is None.
 
     lengths: cu_seqlens and seqlens, each a tensor or None. seed: of dropout. lists, bits: of a mask plan. slopes:
-    ALiBi's. bias: begins at a multiple of 16 bytes. score_tensors: what a score function reads.
+    ALiBi's. bias: begins at a multiple of 16 bytes. score_tensors: what a score function reads. dq_lists, dq_bits: of
+    the mask plan that dQ's own kernel reads, above 128 columns.
     """
 
     lengths: Any = Lengths(None, None, None, None)
@@ -210,6 +211,8 @@ class BackwardOperands(NamedTuple):
     slopes: Any = None
     bias: Any = None
     score_tensors: tuple[Any, ...] = ()
+    dq_lists: Any = None
+    dq_bits: Any = None
 
 
 NO_BACKWARD_OPERANDS = BackwardOperands()
@@ -254,8 +257,8 @@ class WideHeadPointers(NamedTuple):
     """Pointers of the kernels of heads above 128 columns: to lse and delta, dense, and others, or None's.
 
     seed: with C.HAS_DROPOUT. first, second: of packed sequences, past whose last row copies by TMA would write, the
-    gradients that the kernel writes, dk and dv or dq. lengths: where one does not begin at a multiple of 16, a kernel
-    is compiled for that.
+    gradients that the kernel writes, dk and dv or dq. lists, bits: with C.MASK_PLAN. lengths: where one does not begin
+    at a multiple of 16, a kernel is compiled for that.
     """
 
     lse: Any
@@ -263,6 +266,8 @@ class WideHeadPointers(NamedTuple):
     seed: Any
     first: Any
     second: Any
+    lists: Any
+    bits: Any
     lengths: Lengths
 
 

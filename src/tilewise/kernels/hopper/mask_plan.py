@@ -47,6 +47,14 @@ def kv_tile_in_list(plan, tile, C: gl.constexpr):
 
 
 @gluon.jit
+def kv_blocks_in_list(plan, tile, C: gl.constexpr):
+    """Return the blocks of keys that a tile of queries sees."""
+    listed = list_of_tile(plan, tile.batch, tile.head, tile.first // (64 * C.CONSUMERS))
+    partial = gl.load(listed)
+    return BlockRange(listed + 2, partial, partial, gl.load(listed + 1))
+
+
+@gluon.jit
 def q_blocks_of_tile(tile, bounds, plan, C: gl.constexpr):
     """Return the blocks of queries that see a tile of keys, by the mask's bounds or by its list."""
     if C.MASK_PLAN:

@@ -327,7 +327,7 @@ class HopperD192Config(HopperBackwardConfig):
         if problem.scores.bias is not None:
             raise self._refusal(problem, _NO_BIAS)
         if not owns_keys(problem):
-            raise self._refusal(problem, "calls without a softcap, dropout or lengths that are data")
+            raise self._refusal(problem, "causal masks and windows, no softcap, dropout or lengths that are data")
         return (128, 64), (128,)
 
 
@@ -434,7 +434,7 @@ def dk_dv_fit(problem: AttentionProblem) -> bool:
 def owns_keys(problem: AttentionProblem) -> bool:
     """Whether the kernel of head dims 129 to 192, where each warpgroup has keys of its own, takes such a call."""
     return (problem.d > 128 and dk_dv_fit(problem) and problem.scores.softcap is None and not problem.scores.dropout_p
-            and not problem.sequences.are_data)
+            and not problem.sequences.are_data and problem.is_banded)
 
 
 def augmented_k_fits(problem: AttentionProblem) -> bool:

@@ -21,20 +21,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tilewise.kernels.hopper.backward.d256_types import Args, Inputs, KVTiles, Outputs, Smem
+from tilewise.kernels.hopper.backward.d256_types import Args, Inputs, KVTiles, Outputs, Smem, TileView
 from tilewise.kernels.hopper.backward.dropout import Draws, draw, score_gradient, signed
 from tilewise.kernels.hopper.backward.epilogue import write_gradient
-from tilewise.kernels.hopper.backward.masking import hide_probs
+from tilewise.kernels.hopper.backward.masking import hide_pairs
 from tilewise.kernels.hopper.backward.mmas import SCORE_LAYOUT
 from tilewise.kernels.hopper.backward.producers import fetch_row_stats, kv_head_of, put_row_stats
 from tilewise.kernels.hopper.backward.types import Pipe
 from tilewise.kernels.hopper.compat import tma_load, tma_store_wait
-from tilewise.kernels.hopper.mask_ranges import (
-    QUERIES,
-    phases_of,
-    q_block_start,
-    q_blocks_of,
-)
+from tilewise.kernels.hopper.mask_plan import MaskPlan, bits_of_rows, bits_of_step, kv_tile_in_list, q_blocks_of_tile
+from tilewise.kernels.hopper.mask_ranges import QUERIES, phases_of, q_block_start
 from tilewise.kernels.hopper.pipeline import (
     CONTIGUOUS,
     ONE_WARP,
@@ -132,7 +128,7 @@ def load(args, smem, C: gl.constexpr):
     total = args.bounds.sq  # queries of all sequences
     tile, bounds = kv_tile_of(smem.metadata, args.tile, args.bounds, 1, C)
     q_pipe, dout_pipe = smem.q, smem.dout
-    blocks = q_blocks_of(tile.first, bounds, C)
+    blocks = q_blocks_of_tile(tile, bounds, args.plan, C)
     rows = sequence_rows_of(smem.metadata, bounds, C)
     load_kv(inputs, smem.kv, tile, rows, C)
     count = 0
@@ -292,17 +288,22 @@ def accumulate_dv(args, smem, C: gl.constexpr):
     squash = args.scales.squash
     kv, q_pipe, dout_pipe, probs_pipe = smem.kv, smem.q, smem.dout, smem.probs
     DTYPE: gl.constexpr = q_pipe.tiles[0].dtype
-    blocks = q_blocks_of(tile.first, bounds, C)
+    blocks = q_blocks_of_tile(tile, bounds, args.plan, C)
     _begin, masked, _end = phases_of(tile.first, blocks, bounds, C)
     total = args.group * blocks.count
     mbarrier.wait(kv.full.index(0), 0)
     fragments = load_first_columns(kv.k_tiles)
     dv = zeros_of(args.inputs.v)
     draws = draws_of_keys(args, smem.metadata, tile, C)
+    bits = ()
+    if C.MASK_PLAN:
+        bits = bits_of_rows(args.plan, tile.batch, tile.head, tile.first // 64)
+    view = TileView(tile.first, blocks, bounds, bits)
     member = 0
     step = 0
     for count in range(total):
         stage = count % C.Q_STAGES
+        mask_words = bits_of_step(step, view, QUERIES, C)
         consumer_wait(q_pipe.full, count, C.Q_STAGES)
         scores_pending = issue_s_or_dp(kv.k_tiles, q_pipe.tiles, stage, optimization_barrier(0), fragments=fragments)
         if C.HAS_DROPOUT:
@@ -313,7 +314,7 @@ def accumulate_dv(args, smem, C: gl.constexpr):
         scores = tanh_of(warpgroup_mma_wait(0, deps=(scores_pending,)), squash)
         probs = gl.exp2(scores * args.scales.scale_log2 - lse[None, :])
         if step < masked:
-            probs = hide_probs(probs, q_block_start(step, blocks, C), tile.first, bounds, C)
+            probs = hide_pairs(probs, q_block_start(step, blocks, C), mask_words, view, C)
         step = gl.where(step + 1 == blocks.count, 0, step + 1)
         if C.HAS_DROPOUT:
             probs = signed(probs, words, draws.threshold)
@@ -353,7 +354,7 @@ def accumulate_dk(args, smem, C: gl.constexpr):
     mbarrier.wait(kv.full.index(1), 0)
     fragments = load_first_columns(kv.v_tiles)
     dk = zeros_of(args.inputs.k)
-    blocks = q_blocks_of(tile.first, bounds, C)
+    blocks = q_blocks_of_tile(tile, bounds, args.plan, C)
     for count in range(args.group * blocks.count):
         stage = count % C.Q_STAGES
         consumer_wait(q_pipe.full, count, C.Q_STAGES)
@@ -410,13 +411,17 @@ def hopper_backward_d256_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, 
     fence_async_shared()
     grid = numbers.grid
     tile = kv_tile_at(gl.program_id(0), grid, C)
+    plan = MaskPlan(pointers.lists, pointers.bits, numbers.plan)
+    if C.MASK_PLAN:
+        tile = kv_tile_in_list(plan, tile, C)
     metadata = ()
     lengths = pointers.lengths
     if C.VARLEN:
         metadata = store_tile_metadata(locate_keys(
             tile, numbers.bounds, (lengths.cu_q, lengths.cu_k, lengths.q, lengths.k, numbers.num_sequences), C))
     outputs = Outputs(as_tuple(dk_desc, dk_rest), as_tuple(dv_desc, dv_rest), pointers.first, pointers.second)
-    args = Args(inputs, outputs, tile, grid.heads, numbers.bounds, numbers.group, numbers.scales, (), numbers.dropout)
+    args = Args(inputs, outputs, tile, grid.heads, numbers.bounds, numbers.group, numbers.scales, (), numbers.dropout,
+                plan)
     smem = Smem(kv, q_pipe, dout_pipe, row_stats, probs_pipe, (), metadata)
     gl.warp_specialize([(accumulate_dv, (args, smem, C)), (accumulate_dk, (args, smem, C)), (load, (args, smem, C))],
                        [4, 1], [240, 24])

@@ -8,7 +8,8 @@ class Config(NamedTuple):
 
     HopperBackwardConfig's fields, and which bounds the mask has. D, DV: columns of q and k, and of v, in one or two
     chunks. CONSUMERS: how many times 64 keys a CTA has. VARLEN, HAS_CU_SEQLENS, BOTTOM_RIGHT: as in types.Config; with
-    HAS_DROPOUT, of d256.py alone. The last ones are what tile_scheduler.py and varlen.py read, always the same.
+    HAS_DROPOUT and MASK_PLAN, of d256.py alone. The last ones are what tile_scheduler.py and varlen.py read, always the
+    same.
     """
 
     D: tuple[int, ...]
@@ -22,9 +23,9 @@ class Config(NamedTuple):
     HAS_CU_SEQLENS: bool = False
     BOTTOM_RIGHT: bool = False
     HAS_DROPOUT: bool = False
+    MASK_PLAN: bool = False
     DETERMINISTIC: bool = False
     HEAD_PERSISTENT: bool = False
-    MASK_PLAN: bool = False
     HAS_ALIBI: bool = False
     HAS_FUNCTION: bool = False
 
@@ -41,11 +42,12 @@ class DQConfig(NamedTuple):
     HAS_CU_SEQLENS: bool = False
     BOTTOM_RIGHT: bool = False
     HAS_DROPOUT: bool = False
+    MASK_PLAN: bool = False
     BLOCK_N: int = 64
     CONSUMERS: int = 2
     PACK_GQA: int = 1
     TILES_FROM_END: bool = False
-    MASK_PLAN: bool = False
+    SINK_BLOCK_FIRST: bool = False
 
 
 class Inputs(NamedTuple):
@@ -76,7 +78,8 @@ class Outputs(NamedTuple):
 class Args(NamedTuple):
     """What the launch gives to every warp of the kernels that own keys. group: query heads per kv head.
 
-    tile: the CTA's tile of keys. accum_ptr: the dQ accumulator, of d192.py. dropout: a DropoutNumbers, of d256.py.
+    tile: the CTA's tile of keys. accum_ptr: the dQ accumulator, of d192.py. dropout, plan: a DropoutNumbers and a
+    MaskPlan, of d256.py.
     """
 
     inputs: Any
@@ -88,13 +91,14 @@ class Args(NamedTuple):
     scales: Any
     accum_ptr: Any
     dropout: Any = None
+    plan: Any = None
 
 
 class DQArgs(NamedTuple):
     """What the launch gives to every warp of dq_d256.py. group: query heads per kv head.
 
     tile: a QTile; dq: descriptors, one for each chunk of columns; dq_ptr: of packed sequences a pointer to it, else
-    None. dropout: a DropoutNumbers.
+    None. dropout: a DropoutNumbers. plan: a MaskPlan.
     """
 
     inputs: Any
@@ -106,6 +110,7 @@ class DQArgs(NamedTuple):
     group: Any
     scales: Any
     dropout: Any
+    plan: Any
 
 
 class KVTiles(NamedTuple):
@@ -141,11 +146,15 @@ class Accumulators(NamedTuple):
 
 
 class TileView(NamedTuple):
-    """A tile of keys as a warpgroup of d192.py sees it: its first key, the tile's blocks of queries."""
+    """A tile of keys as a warpgroup sees it: its first key, the tile's blocks of queries.
+
+    bits: with C.MASK_PLAN, pointers to those of its keys.
+    """
 
     key: Any
     blocks: Any
     bounds: Any
+    bits: Any = None
 
 
 class QTiles(NamedTuple):
@@ -168,7 +177,8 @@ class DQSmem(NamedTuple):
 class QView(NamedTuple):
     """64 queries as their warpgroup of dq_d256.py sees them: the first one, their lse to base 2, and delta.
 
-    blocks: of keys, of the CTA's tile. draws: a Draws (dropout.py).
+    blocks: of keys, of the CTA's tile. draws: a Draws (dropout.py). bits: with C.MASK_PLAN, pointers to those of these
+    queries.
     """
 
     row: Any
@@ -177,3 +187,4 @@ class QView(NamedTuple):
     blocks: Any
     bounds: Any
     draws: Any
+    bits: Any

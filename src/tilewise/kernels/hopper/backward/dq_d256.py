@@ -28,12 +28,8 @@ from tilewise.kernels.hopper.backward.producers import fetch_row_stats, in_base_
 from tilewise.kernels.hopper.backward.q_tile import QTile, blank_blind, locate_queries, q_tile_of
 from tilewise.kernels.hopper.backward.types import Pipe
 from tilewise.kernels.hopper.dropout import draws_of, drop
-from tilewise.kernels.hopper.mask_ranges import (
-    first_block_is_hidden,
-    kv_blocks_of,
-    masked_blocks_of,
-    n_block_start,
-)
+from tilewise.kernels.hopper.mask_plan import MaskPlan, bits_of_rows, bits_of_step, keep_by_bits, kv_blocks_in_list
+from tilewise.kernels.hopper.mask_ranges import first_block_is_hidden, kv_block_start, kv_blocks_of, masked_blocks_of
 from tilewise.kernels.hopper.pipeline import (
     allocate_stages,
     as_tuple,
@@ -52,6 +48,24 @@ K_STAGES: gl.constexpr = gl.constexpr(2)  # tiles of K in flight; of V one: two 
 
 
 @gluon.jit
+def kv_blocks_of_tile(tile, bounds, plan, C: gl.constexpr):
+    """Return the blocks of keys that a tile of queries sees, by the mask's bounds or by its list."""
+    if C.MASK_PLAN:
+        return kv_blocks_in_list(plan, tile, C)
+    else:
+        return kv_blocks_of(tile.first, bounds, C)
+
+
+@gluon.jit
+def hide_scores(scores, step, words, view, C: gl.constexpr):
+    """Set the scores of a step's pairs that do not take part to -inf, by the mask's bounds or by bits."""
+    if C.MASK_PLAN:
+        return keep_by_bits(scores, words, float("-inf"))
+    else:
+        return hide(scores, view.row, kv_block_start(step, view.blocks, C), view.bounds, C)
+
+
+@gluon.jit
 def load_block(descs, pipe, step, blocks, place, stop, STAGES: gl.constexpr, C: gl.constexpr):
     """Producer: load K or V of a block of keys. place: batch, head, row of key 0; stop: the sequence's keys.
 
@@ -60,7 +74,7 @@ def load_block(descs, pipe, step, blocks, place, stop, STAGES: gl.constexpr, C: 
     producer_acquire(pipe.empty, step, STAGES)
     batch, head, row = place
     stage = step % STAGES
-    key = n_block_start(step, blocks, C)
+    key = kv_block_start(step, blocks, C)
     arrival = stage
     if C.VARLEN:
         clears = key + 64 > stop
@@ -82,7 +96,7 @@ def load(args, smem, C: gl.constexpr):
     tile, bounds = q_tile_of(smem.metadata, args.tile, args.bounds, 1, C)
     batch, head, row = tile.batch, tile.head, tile.row_q + tile.first
     of_keys = (batch, head // args.group, tile.row_k)
-    blocks = kv_blocks_of(tile.first, bounds, C)
+    blocks = kv_blocks_of_tile(tile, bounds, args.plan, C)
     load_chunks(inputs.q, q_tiles, 0, (batch, head, row), full.index(0))
     load_block(inputs.k, smem.k, 0, blocks, of_keys, bounds.sk, K_STAGES, C)
     load_chunks(inputs.q, q_tiles, 1, (batch, head, row + 64), full.index(1))
@@ -103,6 +117,9 @@ def accumulate_blocks(begin, end, dq, view, smem, scales, WG: gl.constexpr, MASK
     for step in range(begin, end):
         resident = optimization_barrier(0) + WG  # computed anew in each block, and not kept in registers
         stage = step % K_STAGES
+        mask_words = ()
+        if MASKED:
+            mask_words = bits_of_step(step, view, 64, C)
         consumer_wait(k_pipe.full, step, K_STAGES)
         scores_pending = issue_s_or_dp(q_tiles, k_pipe.tiles, stage, resident)
         consumer_wait(v_pipe.full, step, 1)
@@ -110,9 +127,9 @@ def accumulate_blocks(begin, end, dq, view, smem, scales, WG: gl.constexpr, MASK
         scores = tanh_of(warpgroup_mma_wait(len(v_pipe.tiles), deps=(scores_pending,)), scales.squash)
         tanh = scores
         if MASKED:
-            scores = hide(scores, view.row, n_block_start(step, view.blocks, C), view.bounds, C)
+            scores = hide_scores(scores, step, mask_words, view, C)
         probs = gl.exp2(scores * scales.scale_log2 - view.lse[:, None])
-        probs = drop(probs, n_block_start(step, view.blocks, C), view.draws, C)
+        probs = drop(probs, kv_block_start(step, view.blocks, C), view.draws, C)
         if scales.squash is not None:
             probs = times_tanh_derivative(probs, tanh, MASKED)
         dprobs = warpgroup_mma_wait(0, deps=(dprobs_pending,))
@@ -139,14 +156,17 @@ def attend(args, smem, WG: gl.constexpr, C: gl.constexpr):
     lse, delta = fetch_row_stats(inputs.lse, inputs.delta, lse_row, offsets, offsets < bounds.sq)
     if C.HAS_DROPOUT:
         delta *= args.dropout.delta_scale
-    blocks = kv_blocks_of(tile.first, bounds, C)
+    blocks = kv_blocks_of_tile(tile, bounds, args.plan, C)
+    bits = ()
+    if C.MASK_PLAN:
+        bits = bits_of_rows(args.plan, tile.batch, tile.head, row // 64)
     view = QView(row, in_base_2(lse), delta, blocks, bounds,
                  draws_of(KVTile(tile.first, tile.head, tile.sequence, 0, 0), row, inputs.seed, args.heads,
-                          args.dropout, C))
+                          args.dropout, C), bits)
     masked = masked_blocks_of(row, blocks, bounds, C)
     begin = 0
     if C.HAS_UPPER:
-        if first_block_is_hidden(n_block_start(0, blocks, C), blocks.count, row, bounds.upper, C):
+        if first_block_is_hidden(kv_block_start(0, blocks, C), blocks.count, row, bounds.upper, C):
             consumer_wait(k_pipe.full, 0, K_STAGES)
             consumer_release(k_pipe.empty, 0, K_STAGES)
             consumer_wait(v_pipe.full, 0, 1)
@@ -188,7 +208,7 @@ def hopper_dq_d256_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, dout_d
         first, head, batch = tile_at(gl.program_id(0), grid, bounds.sq, C)
         tile = QTile(first, head, batch, 0, 0, bounds.sq, batch)
     args = DQArgs(inputs, as_tuple(dq_desc, dq_rest), pointers.first, tile, grid.heads, bounds, numbers.group,
-                  numbers.scales, numbers.dropout)
+                  numbers.scales, numbers.dropout, MaskPlan(pointers.lists, pointers.bits, numbers.plan))
     smem = DQSmem(q, k_pipe, v_pipe, metadata)
     ZERO: gl.constexpr = 0
     ONE: gl.constexpr = 1

@@ -263,9 +263,9 @@ class HopperBackward:
     def _optional(self, dk: torch.Tensor, dv: torch.Tensor, operands: BackwardOperands,
                   delta: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Return what only some calls have, in the order of the arguments, each a tensor or None."""
-        lengths, seed, lists, bits, slopes, _bias, score_tensors = operands
         own = (dk, dv) if self.packed else (None, None)
-        return (*own, seed, lists, bits, slopes, delta, *score_tensors, *lengths)
+        return (*own, operands.seed, operands.lists, operands.bits, operands.slopes, delta, *operands.score_tensors,
+                *operands.lengths)
 
     def _read(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """Leave out the rows that are not read."""
@@ -339,7 +339,7 @@ def wide_head_flags(problem: AttentionProblem) -> dict[str, bool]:
     lower, upper, count, is_shifted = bounds_of(problem)
     return {"HAS_LOWER": lower is not None, "HAS_UPPER": upper is not None, "VARLEN": count is not None,
             "HAS_CU_SEQLENS": problem.sequences.packed is not None, "BOTTOM_RIGHT": is_shifted,
-            "HAS_DROPOUT": problem.scores.dropout_p > 0.0}
+            "HAS_DROPOUT": problem.scores.dropout_p > 0.0, "MASK_PLAN": not problem.is_banded}
 
 
 def _d64_kernel_config(problem: AttentionProblem, config: HopperBackwardConfig) -> Any:

@@ -12,6 +12,7 @@ from tilewise.kernels.hopper.arguments import (
     BackwardNumbers,
     BackwardOperands,
     MaskBounds,
+    PlanNumbers,
     Scales,
     TileGrid,
     WideHeadPointers,
@@ -35,24 +36,29 @@ from tilewise.problem import AttentionProblem, Sizes, legal_strides
 
 def backward_launch(problem: AttentionProblem, config: HopperBackwardConfig, schedule: HopperBackwardSchedule,
                     dq_strides: Sizes, num_sms: int, incoming: tuple[Sizes, Sizes] | None = None,
-                    allocate: Allocate | None = None,
-                    plan: Sizes | None = None) -> "HopperBackward | HopperBackwardApart | HopperBackwardOfSplits":
-    """Bind the backward kernels that a config is for to a problem. The rest: see :class:`HopperBackward`."""
+                    allocate: Allocate | None = None, plans: tuple[Sizes, ...] = ()
+                    ) -> "HopperBackward | HopperBackwardApart | HopperBackwardOfSplits":
+    """Bind the backward kernels that a config is for to a problem.
+
+    ``plans``: the strides of the mask plans that they read, of tiles of keys, then, where dQ has a kernel of its own,
+    of tiles of queries; none for a band. The rest: see :class:`HopperBackward`.
+    """
     if schedule.group_splits > 1 and config.kernel == "d192":
         raise InvalidInput(f"group_splits={schedule.group_splits} of the kernel of head dims 129 to 192; allowed is 1.")
     launch: HopperBackward | HopperBackwardApart
     if config.kernel == "d256":
-        launch = HopperBackwardApart(problem, config, schedule)
+        launch = HopperBackwardApart(problem, config, schedule, plans)
     else:
         of_splits = problem_of_splits(problem, schedule.group_splits)
-        launch = HopperBackward(of_splits, config, schedule, dq_strides, num_sms, incoming, allocate, plan)
+        launch = HopperBackward(of_splits, config, schedule, dq_strides, num_sms, incoming, allocate,
+                                plans[0] if plans else None)
     if schedule.group_splits == 1:
         return launch
     return HopperBackwardOfSplits(problem, launch, schedule.group_splits, allocate or allocator_on(problem.device))
 
 
 class HopperPart:
-    """One of the kernels, of q, k, v, dout, some gradients, lse and delta, and of a seed and lengths.
+    """One of the kernels, of q, k, v, dout, some gradients, lse and delta, and of a seed, a mask plan and lengths.
 
     ``forms``: of q, k, v, dout and the gradients, of each a form a chunk of columns, or None. ``is_packed``: whether
     the gradients are those of packed sequences.
@@ -73,7 +79,8 @@ class HopperPart:
         addresses = self.places((*[tensor.data_ptr() for tensor in tensors], None))
         plain = operands is NO_BACKWARD_OPERANDS
         more = () if plain else [tensor.data_ptr() for tensor in (operands.seed, *self._packed(tensors),
-                                                                  *operands.lengths) if tensor is not None]
+                                                                  operands.lists, operands.bits, *operands.lengths)
+                                     if tensor is not None]
         self.enqueue((*addresses, lse.data_ptr(), delta.data_ptr(), *more),
                      lambda: self.arguments(tensors, lse, delta, operands), alike=plain)
 
@@ -86,7 +93,8 @@ class HopperPart:
         for tensor, forms in zip(tensors, self.forms, strict=True):
             made += [form and TensorDescriptor(tensor, list(tensor.shape), legal_strides(tensor), *form)
                      for form in forms]
-        return (*made, WideHeadPointers(lse, delta, operands.seed, *self._packed(tensors), operands.lengths))
+        return (*made, WideHeadPointers(lse, delta, operands.seed, *self._packed(tensors), operands.lists,
+                                         operands.bits, operands.lengths))
 
     def _packed(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return the one or two gradients of packed sequences, else None's."""
@@ -95,14 +103,14 @@ class HopperPart:
 
 
 class HopperBackwardApart:
-    """The kernels bound to a problem; call it as HopperBackward.
+    """The kernels bound to a problem; call it as HopperBackward. ``plans``: see :func:`backward_launch`.
 
     Attributes:
         dkdv, dq: the kernels.
     """
 
-    def __init__(self, problem: AttentionProblem, config: HopperBackwardConfig,
-                 schedule: HopperBackwardSchedule) -> None:
+    def __init__(self, problem: AttentionProblem, config: HopperBackwardConfig, schedule: HopperBackwardSchedule,
+                 plans: tuple[Sizes, ...] = ()) -> None:
         from tilewise.kernels.hopper.backward.d256 import hopper_backward_d256_kernel
         from tilewise.kernels.hopper.backward.d256_types import DQConfig
         from tilewise.kernels.hopper.backward.dq_d256 import hopper_dq_d256_kernel
@@ -120,24 +128,27 @@ class HopperBackwardApart:
         sq, sk = len(self.queries), len(self.keys)
         mask, scales = MaskBounds(sq, sk, lower, upper), Scales(gradient_scale(problem), *scaling_of(problem))
         dropout = dropout_of(problem, self.queries.start)
+        of_keys, of_queries = [PlanNumbers(*strides) for strides in plans] or (None, None)
         tiles, tiles_q = sequences.slots(sk, 64), sequences.slots(sq, 128)
         self.dkdv = HopperPart(
             hopper_backward_d256_kernel, tiles * problem.b * of_splits.hk,
             (BackwardNumbers(TileGrid(tiles, of_splits.hk, problem.b, schedule.kv_heads_per_swizzle), mask,
-                             of_splits.group, scales, count, dropout, group_splits=schedule.kv_head_divisor),
+                             of_splits.group, scales, count, dropout, of_keys, group_splits=schedule.kv_head_divisor),
              d256_kernel_config(problem, config)),
             [*sources, of_dk, of_dv], sequences.packed is not None)
         self.dq = HopperPart(
             hopper_dq_d256_kernel, tiles_q * problem.b * problem.hq,
             (BackwardNumbers(TileGrid(tiles_q, problem.hq, problem.b, schedule.dq_heads_per_swizzle), mask,
-                             problem.group, scales, count, dropout),
+                             problem.group, scales, count, dropout, of_queries),
              DQConfig(**wide_head_flags(problem))),
             [*sources, of_dq], sequences.packed is not None)
 
     def __call__(self, *tensors: torch.Tensor, operands: BackwardOperands = NO_BACKWARD_OPERANDS) -> None:
-        """Enqueue the kernels on the current stream of the current device; they read a seed and lengths."""
+        """Enqueue the kernels on the current stream of the current device; they read a seed, mask plans and lengths."""
         q, k, v, dout, lse, delta, dq, dk, dv = self._read(tensors)
         self.dkdv((q, k, v, dout, dk, dv), lse, delta, operands)
+        if operands.dq_lists is not None:
+            operands = operands._replace(lists=operands.dq_lists, bits=operands.dq_bits)
         self.dq((q, k, v, dout, dq), lse, delta, operands)
 
     def _read(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
