@@ -7,7 +7,7 @@ import torch
 
 from emulation.backward_calls import dq_of_accum, extra_columns_of
 from emulation.hopper_calls import bound_backward
-from tilewise.kernels.hopper.arguments import BackwardPointers, Lengths
+from tilewise.kernels.hopper.arguments import BackwardPointers, Lengths, StridedRows
 
 gluon_on_cpu, plan_on_cpu, forward_on_cpu = (
     pytest.importorskip(f"emulation.{name}", reason="Triton is not installed") for name in (
@@ -50,7 +50,8 @@ def differentiate(problem, tensors, config, num_sms, together, plan=None, border
     """Return dq before it is scaled, dk and dv.
 
     together: how many CTAs run at once. plan: lists, bits and strides of a mask that is no band. borders: cu_seqlens of
-    queries and keys, of packed sequences; dq is then left in the accumulator's order. slopes: ALiBi's. added: a bias.
+    queries and keys, of packed sequences; in dq's place come then the accumulator and what tiles have written of dq.
+    slopes: ALiBi's. added: a bias.
     group_splits: as of a schedule; dk and dv are then those of splits. function_tensors: what a score function reads.
     """
     lists, bits, strides = (None, None, None) if plan is None else plan
@@ -81,14 +82,15 @@ def differentiate(problem, tensors, config, num_sms, together, plan=None, border
     flat = tuple(Pointer(one.flatten()) for one in function_tensors)
     pointers = BackwardPointers(*packed, None, *(None if part is None else Pointer(part.flatten())
                                                  for part in (lists, bits, slopes)), of_delta,
-                                launch.function._replace(tensors=flat))
+                                launch.function._replace(tensors=flat),
+                                StridedRows(Pointer(dq.view(-1)), *dq.stride()[:3]) if launch.writes_dq else None)
     of_sequences = (None, None) if borders is None else map(Pointer, borders)
     lengths = () if is_narrow else (Lengths(*of_sequences, None, None),)
     gluon_on_cpu.run(launch.kernel, MODULES, launch.grid[0],
                      (*described, target, workspace, pointers, *lengths, *launch.scalars), CONSTANTS, together)
     assert not counter.any(), "the next launch fetches tiles by it"
     if borders is not None:
-        return accum, dk, dv
+        return (accum, dq), dk, dv
     if config.head_persistent:
         return dq.float() / problem.scale, dk, dv
     parts = dq_of_accum(accum, sum(config.columns(problem)[0]) // 2, (problem.b, problem.hq), None)

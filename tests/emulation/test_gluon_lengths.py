@@ -178,7 +178,7 @@ def test_a_border_behind_the_tensor_leads_no_tile_there(rows, behind):
             tile.rows, tile.first + ROWS * CONFIG.consumers)))
     assert written == Counter(range(total))
     written = Counter()
-    for (first, *_), bounds, (row_q, row_k, *_begins, of_tile, _block) in located_keys(
+    for (first, *_), bounds, (row_q, row_k, *_begins, of_tile, _block, _rows_q) in located_keys(
             *sequences.bound(Mask(), backward=True)):
         assert row_q + bounds.sq <= total
         written.update(row_k + key for key in range(first, min(of_tile, first + 128)))
@@ -297,7 +297,7 @@ def test_tile_metadata_has_room_for_each_number_of_a_tile():
 @example(Packed([[300, 100], [100, 300]], [[0, 100], [50, 0]], 70), window(10, 0, "bottom_right"))
 def test_every_row_of_packed_keys_is_in_one_tile_that_writes_its_gradient(sequences, mask):
     written = Counter()
-    for (first, head, batch), _, (_row_q, row_k, _see_from, _seen_from, rows, _step) in located_keys(
+    for (first, head, batch), _, (_row_q, row_k, _see_from, _seen_from, rows, _step, _rows_q) in located_keys(
             *sequences.bound(mask, heads=2, backward=True)):
         assert batch == 0
         assert first % BLOCK_N == 0
@@ -314,7 +314,7 @@ def test_every_row_of_packed_keys_is_in_one_tile_that_writes_its_gradient(sequen
 def test_a_kv_tile_knows_its_visible_queries_and_keys_and_its_q_blocks_hold_every_visible_score(sequences, mask):
     order, band, operands, shape = sequences.bound(mask, backward=True)
     owners, pairs = {}, Counter()
-    for (first, *_), own_band, (row_q, row_k, see_from, seen_from, rows, first_step) in located_keys(
+    for (first, *_), own_band, (row_q, row_k, see_from, seen_from, rows, first_step, rows_q) in located_keys(
             order, band, operands, shape):
         spans = mask_ranges.q_blocks_of.fn(first, own_band, shape)
         same = [n for n, start in enumerate(sequences.borders[1][:-1])
@@ -324,7 +324,7 @@ def test_a_kv_tile_knows_its_visible_queries_and_keys_and_its_q_blocks_hold_ever
             assert spans[3] == 0
             continue
         sq, sk = visible.shape
-        assert row_q == sequences.borders[0][same[0]]
+        assert (row_q, rows_q) == (sequences.borders[0][same[0]], sequences.rows[0][same[0]])
         seeing, seen = (visible.any(side).nonzero().flatten().tolist() for side in (1, 0))
         assert (see_from, own_band[0]) == (seeing[0], seeing[-1] + 1), "the others' rows are zeroed"
         assert (seen_from, own_band[1]) == (seen[0], seen[-1] + 1)
@@ -364,7 +364,7 @@ def test_whatever_the_borders_tiles_wait_for_those_that_are_there_and_share_no_b
     sequences.borders = [[0, *of_queries[1:len(of_keys)]], [0, *of_keys[1:]]]
     order, band, operands, shape = sequences.bound(Mask(), backward=True)
     tiles_of, owners = {}, {}
-    for (first, *_), bounds, (row_q, row_k, *_rows, first_block) in located_keys(
+    for (first, *_), bounds, (row_q, row_k, *_rows, first_block, _rows_q) in located_keys(
             order, band, operands, shape._replace(DETERMINISTIC=True)):
         if bounds.sq <= 0:
             continue
@@ -393,7 +393,7 @@ def test_a_sequences_kv_tiles_are_those_that_it_has_alone(sequences, mask):
 def test_with_dropout_a_kv_tiles_metadata_ends_with_its_sequences_number(sequences, mask, drops):
     order, band, operands, shape = sequences.bound(mask, backward=True)
     named = set()
-    for (first, *_), _, (_row_q, row_k, _see_from, _seen_from, rows, first_step, *number) in located_keys(
+    for (first, *_), _, (_row_q, row_k, _see_from, _seen_from, rows, first_step, _rows_q, *number) in located_keys(
             order, band, operands, shape._replace(HAS_DROPOUT=drops)):
         assert len(number) == drops
         if drops and first < rows and row_k < sequences.borders[1][-1]:
@@ -413,8 +413,8 @@ def test_padded_keys_have_the_tiles_of_their_shape(pairs, mask, of_q):
     found = list(located_keys(order, band, operands, shape))
     assert Counter(tuple(tile) for tile, *_ in found) == Counter(
         (first, head, batch) for first in range(0, 400, BLOCK_N) for head in range(2) for batch in range(b))
-    for (first, _head, batch), own_band, (row_q, row_k, see_from, _seen_from, rows, first_step) in found:
-        assert (row_q, row_k, rows, first_step) == (0, 0, 400, 0)
+    for (first, _head, batch), own_band, (row_q, row_k, see_from, _seen_from, rows, first_step, rows_q) in found:
+        assert (row_q, row_k, rows, first_step, rows_q) == (0, 0, 400, 0, 300)
         visible = mask.visible(queries[batch] if of_q else 300, keys[batch])
         seeing = visible.any(1).nonzero().flatten().tolist()
         if visible[:, first:first + BLOCK_N].any():

@@ -158,11 +158,30 @@ def test_tiles_of_packed_sequences_add_to_dq_in_their_order(lengths, mask, confi
     found = []
     for together in (1, 3):
         random.seed(together)
-        accum, dk, dv = backward_on_cpu.differentiate(problem, tensors, config, 132, together, borders=borders)
+        (accum, _), dk, dv = backward_on_cpu.differentiate(problem, tensors, config, 132, together, borders=borders)
         found.append((dq_of_packed(accum, problem, borders, max(64, d))[..., :d], dk, dv))
     compare(found[0], expected(problem, (*tensors[:4], tensors[4].masked_fill(tensors[4].isinf(), torch.inf),
                                          tensors[5]), visible))
     assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize(("config", "d"), [(S_AHEAD, 64), (S_AHEAD, 40), (FROM_REGISTERS, 128)], ids=str)
+@pytest.mark.parametrize("mask", [Mask(), causal("bottom_right"), window(40, None, "top_left")], ids=str)
+def test_a_tile_that_has_all_keys_of_a_packed_sequence_writes_its_dq(mask, config, d):
+    """Of each head of a group, with queries that see no key too, and in their rows alone; the others add to dQ."""
+    random.seed(0)
+    problem, tensors, borders, visible = packed_call(mask, ((100, 0, 290, 70, 30), (70, 60, 400, 1, 128)), d)
+    problem = replace(problem, deterministic=False)
+    (accum, written), dk, dv = backward_on_cpu.differentiate(problem, tensors, config, 132, 1, borders=borders)
+    added = dq_of_packed(accum, problem, borders, max(64, d))[..., :d] * problem.scale
+    are_written = torch.ones(sum((100, 290, 70, 30)), dtype=torch.bool)
+    are_written[100:390] = False
+    assert torch.equal(written.isnan(), ~are_written[:, None].expand_as(written))
+    assert not added[:, :, are_written].any()
+    got = torch.where(are_written[:, None], written, added), dk, dv
+    dq, *rest = expected(problem, (*tensors[:4], tensors[4].masked_fill(tensors[4].isinf(), torch.inf), tensors[5]),
+                         visible)
+    compare(got, (dq * problem.scale, *rest))
 
 
 @pytest.mark.parametrize("side", ["queries", "keys", "both"])

@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 from tilewise.kernels.hopper.arguments import StridedRows
-from tilewise.kernels.hopper.backward.dq_postprocess import hopper_dq_kernel
+from tilewise.kernels.hopper.backward.dq_postprocess import hopper_dq_kernel, hopper_zero_kernel
 
 B, H = 2, 3
 
@@ -43,7 +43,8 @@ def test_the_dq_accumulator_becomes_dq(cuts, sq, d, parts, device):
     all_parts = parts * math.ceil(sq / 64)
     got = torch.full((B, sq, H, d), float("nan"), dtype=torch.float16, device=device).transpose(1, 2)
     hopper_dq_kernel[(all_parts * B * H,)](
-        sums, StridedRows(got, *got.stride()[:3]), None, sq, H, all_parts, None, 0.5, d, sum(cuts) // parts, parts)
+        sums, StridedRows(got, *got.stride()[:3]), None, None, sq, sq, H, all_parts, None, 0.5, d, sum(cuts) // parts,
+        parts)
     assert torch.equal(got.cpu(), (dq * 0.5).half())
 
 
@@ -62,18 +63,41 @@ def test_accumulator_blocks_of_packed_sequences_become_their_rows(lengths, first
     got = torch.full((1, dq.shape[2], H, columns), float("nan"), dtype=torch.float16, device=device).transpose(1, 2)
     cu_seqlens = torch.tensor([first, *borders[1:]], device=device)
     hopper_dq_kernel[(2 * steps * H,)](
-        sums, StridedRows(got, *got.stride()[:3]), cu_seqlens, dq.shape[2], H, 2 * steps, len(lengths), 0.5, columns,
-        width // 2, 2)
+        sums, StridedRows(got, *got.stride()[:3]), cu_seqlens, None, dq.shape[2], 0, H, 2 * steps, len(lengths), 0.5,
+        columns, width // 2, 2)
     assert torch.equal(got.cpu(), (dq * 0.5).half().expand(1, H, -1, -1))
 
 
-def test_a_border_behind_dq_leads_no_write_there(device):
-    rows, width, steps, behind = 130, 64, 5, 50
+@pytest.mark.parametrize("borders", [(0, 100, 180), (0, -64, 130), (0, -200, -64)], ids=str)
+def test_a_border_behind_or_in_front_of_dq_leads_no_write_there(borders, device):
+    rows, width, steps, around = 130, 64, 5, 64
     sums = sums_of(torch.ones(B, H, steps * 64, width), width, [width // 2] * 2).to(device)
-    whole = torch.full((1, H, rows + behind, width), float("nan"), dtype=torch.float16, device=device)
-    got = whole[:, :, :rows]
-    cu_seqlens = torch.tensor([0, 100, rows + behind], device=device)
-    hopper_dq_kernel[(2 * steps * H,)](sums, StridedRows(got, *got.stride()[:3]), cu_seqlens, rows, H, 2 * steps, 2,
-                                       0.5, width, width // 2, 2)
-    assert (got == 0.5).all()
-    assert whole[:, :, rows:].isnan().all()
+    whole = torch.full((1, H, around + rows + around, width), float("nan"), dtype=torch.float16, device=device)
+    got = whole[:, :, around:around + rows]
+    hopper_dq_kernel[(2 * steps * H,)](sums, StridedRows(got, *got.stride()[:3]), torch.tensor(borders, device=device),
+                                       None, rows, 0, H, 2 * steps, 2, 0.5, width, width // 2, 2)
+    assert (got == 0.5).all() or min(borders) < 0, "where borders decrease some rows may be left out"
+    assert not (got == 0.0).any()
+    assert whole[:, :, :around].isnan().all()
+    assert whole[:, :, around + rows:].isnan().all()
+
+
+def test_sequences_whose_keys_are_one_tile_are_left_out(device):
+    """The accumulator has nothing of theirs, nor between sequences, and is not set to 0 there."""
+    lengths_q, lengths_k, width, behind = (70, 130, 3), (128, 129, 0), 64, 10
+    of_q, of_k = ([0, *accumulate(lengths)] for lengths in (lengths_q, lengths_k))
+    rows, steps = of_q[-1] + behind, (of_q[-1] + behind) // 64 + 4
+    begins = [(begin // 64 + n) * 64 for n, begin in enumerate(of_q)]
+    cu_q, cu_k = (torch.tensor(borders, device=device) for borders in (of_q, of_k))
+    accum = torch.full((H, steps * 64, width), float("nan"), device=device)
+    hopper_zero_kernel[(steps * H,)](accum, cu_q, cu_k, rows, of_k[-1] + 129, steps, 3, width)
+    zeroed = torch.zeros(steps * 64, dtype=torch.bool)
+    for begin, own in ((begins[1], 130), (begins[3], behind)):  # behind the last sequence are more keys than a tile has
+        zeroed[begin:begin + -(-own // 64) * 64] = True
+    assert torch.equal(accum.cpu() == 0.0, zeroed[:, None].expand_as(accum))
+    got = torch.full((1, H, rows, width), float("nan"), dtype=torch.float16, device=device)
+    hopper_dq_kernel[(2 * steps * H,)](accum, StridedRows(got, *got.stride()[:3]), cu_q, cu_k, rows, of_k[-1] + 129, H,
+                                       2 * steps, 3, 0.5, width, width // 2, 2)
+    made = torch.zeros(rows, dtype=torch.bool)
+    made[of_q[1]:of_q[2]] = made[of_q[3]:] = True
+    assert torch.equal(got.cpu() == 0.0, made[:, None].expand_as(got))

@@ -183,7 +183,7 @@ class BackwardPointers(NamedTuple):
 
     dk, dv: of packed sequences, past whose last row copies by TMA would write. seed: with C.HAS_DROPOUT. lists, bits:
     with C.MASK_PLAN (mask_plan.py). slopes: with C.HAS_ALIBI. delta: with a bias, without C.AUGMENTED_K; the bias, a
-    descriptor, then stands in its own place. function: a ScoreFunction.
+    descriptor, then stands in its own place. function: a ScoreFunction. dq: with C.WRITES_DQ, a StridedRows.
     """
 
     dk: Any
@@ -194,6 +194,7 @@ class BackwardPointers(NamedTuple):
     slopes: Any = None
     delta: Any = None
     function: Any = ScoreFunction()
+    dq: Any = None
 
 
 class BackwardOperands(NamedTuple):

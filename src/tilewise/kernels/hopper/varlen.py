@@ -26,8 +26,9 @@ _Q_BEGIN = gl.constexpr(9)  # the first query that sees a key
 _K_BEGIN = gl.constexpr(10)  # the first key that is seen
 _ROWS = gl.constexpr(11)  # keys that there is a row of
 _FIRST_BLOCK = gl.constexpr(12)  # which of a head's blocks of the dQ accumulator is the sequence's first
-_SEQUENCE = gl.constexpr(13)  # where C.HAS_DROPOUT, C.HAS_ALIBI or C.HAS_FUNCTION, its number, which these depend on
-_DIAGONAL = gl.constexpr(14)  # where C.HAS_ALIBI, the key that its query 0 stands on
+_ROWS_Q = gl.constexpr(13)  # queries that there is a row of
+_SEQUENCE = gl.constexpr(14)  # where C.HAS_DROPOUT, C.HAS_ALIBI or C.HAS_FUNCTION, its number, which these depend on
+_DIAGONAL = gl.constexpr(15)  # where C.HAS_ALIBI, the key that its query 0 stands on
 _CLEARED = gl.constexpr(32)  # rows that are read and written at once
 
 
@@ -207,7 +208,7 @@ def locate_keys(tile, bounds, lengths, C: gl.constexpr):
     if C.HAS_CU_SEQLENS:
         ROWS: gl.constexpr = 64 * C.CONSUMERS
         sequence = sequence_of(cu_k, num_sequences, first // ROWS, ROWS, FOUR_WARPS)
-    row_q, _rows, sq = extent(cu_q, seqlens_q, sequence, num_sequences, total_q)
+    row_q, rows_q, sq = extent(cu_q, seqlens_q, sequence, num_sequences, total_q)
     row_k, rows, sk = extent(cu_k, seqlens_k, sequence, num_sequences, total_k)
     first_block = 0
     if C.HAS_CU_SEQLENS:
@@ -231,7 +232,7 @@ def locate_keys(tile, bounds, lengths, C: gl.constexpr):
         sees = sees & waits_for_its_own(first, cu_q, cu_k, sequence, row_q, row_k, sq, num_sequences, ROWS)
     q_end = gl.where(sees, q_end, 0)
     numbers = (first, tile.head, tile.batch, q_end, k_end, lower, upper, row_q, row_k, q_begin, k_begin, rows,
-               first_block)
+               first_block, rows_q)
     if C.HAS_DROPOUT or C.HAS_ALIBI or C.HAS_FUNCTION:
         numbers = numbers + (gl.minimum(sequence, num_sequences - 1),)  # behind them all the last one
     if C.HAS_ALIBI:
@@ -275,6 +276,18 @@ def key_rows_of(metadata, key, C: gl.constexpr):
         return key + load_tile_metadata(metadata, _ROW_K, 4), load_tile_metadata(metadata, _ROWS, 4) - key
     else:
         return key, 64
+
+
+@gluon.jit
+def has_all_keys(metadata, first, KEYS: gl.constexpr):
+    """Whether a tile of KEYS keys, from ``first`` on, has all of its packed sequence; not one behind them."""
+    return (first == 0) & (load_tile_metadata(metadata, _ROWS, 4) <= KEYS)
+
+
+@gluon.jit
+def query_rows_of(metadata):
+    """Return the first row of q of a tile's sequence, and how many rows it has."""
+    return load_tile_metadata(metadata, _ROW_Q, 4), load_tile_metadata(metadata, _ROWS_Q, 4)
 
 
 @gluon.jit

@@ -45,12 +45,13 @@ from tilewise.kernels.hopper.backward.bias import (
 )
 from tilewise.kernels.hopper.backward.dq_accum import (
     DQTarget,
-    accumulate,
     accumulate_in_order,
     accumulate_or_write_part,
+    accumulate_or_write_rows,
     await_accum_but_last,
     make_stages,
     start_of_part,
+    write_blind_rows,
 )
 from tilewise.kernels.hopper.backward.epilogue import write_gradient
 from tilewise.kernels.hopper.backward.masking import hide_pairs
@@ -117,6 +118,7 @@ from tilewise.kernels.hopper.tile_scheduler import (
 from tilewise.kernels.hopper.varlen import (
     diagonal_at,
     dq_blocks_of,
+    has_all_keys,
     key_rows_of,
     kv_tile_of,
     load_tile_metadata,
@@ -274,7 +276,7 @@ def attend_blocks(begin, end, count, state, head, view, args, smem, draws, WG: g
             accumulate_or_write_part(args.dq, dq, smem.dq_stage, part, head, first_query, key - WG * 64, bounds, WG,
                                      C)
         else:
-            accumulate(args.dq.accum, dq, smem.dq_stage, count, head.first_part + first_query // 32, WG, C)
+            accumulate_or_write_rows(args, dq, smem, count, head, first_query, view.writes_dq, WG, C)
         if C.S_AHEAD:
             dk, scores = warpgroup_mma_wait(0, deps=(dk_pending, scores_pending))
         else:
@@ -339,7 +341,10 @@ def attend_tile(args, smem, tile, count, tile_count, WG: gl.constexpr, FUNCTION:
         sequence = sequence_at(smem.metadata, tile.batch, C)
     if C.HAS_ALIBI:
         diagonal = diagonal_at(smem.metadata, args.alibi.diagonal, C)
-    view = TileView(key, blocks, bounds, last_count, bits, diagonal, sequence)
+    writes_dq = False
+    if C.WRITES_DQ:
+        writes_dq = has_all_keys(smem.metadata, tile.first, 64 * NC)
+    view = TileView(key, blocks, bounds, last_count, bits, diagonal, sequence, writes_dq)
     state = State(scores, dk, dv)
     for member in range(group):
         if C.HEAD_PERSISTENT:
@@ -354,6 +359,9 @@ def attend_tile(args, smem, tile, count, tile_count, WG: gl.constexpr, FUNCTION:
         for phase in gl.static_range(FIRST, STOP):
             count, state = attend_blocks(ends[phase], ends[phase + 1], count, state, head, view, args, smem, draws, WG,
                                          phase != 1, FUNCTION, DERIVATIVE, C)
+        if C.WRITES_DQ:
+            if writes_dq:
+                write_blind_rows(args.dq, smem.metadata, blocks, head.head, args.inputs.q.shape[3], WG, C)
     row, left = key_rows_of(smem.metadata, key, C)
     place = (tile.batch, tile.head, row, 0)
     dv = state.dv
@@ -465,8 +473,8 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, lse, delta_or_bias
     args = Args(Inputs(q_desc, k_desc, v_desc, dout_desc, lse, delta_ptr, settings.delta_scale, bias,
                        numbers.group_splits),
                 Outputs(dk_desc, dv_desc, pointers.dk, pointers.dv),
-                DQTarget(accum, workspace_ptr, workspace_ptr, dq_desc, scales.gradient), grid, numbers.bounds,
-                numbers.group, scales,
+                DQTarget(accum, workspace_ptr, workspace_ptr, dq_desc, scales.gradient, pointers.dq), grid,
+                numbers.bounds, numbers.group, scales,
                 dropout.Dropout(seed, settings.threshold, settings.dv_scale, settings.origin_q, settings.origin_k),
                 numbers.num_sequences, tile, workspace_ptr, plan,
                 Alibi(pointers.slopes, numbers.slopes_b, numbers.slopes_h, numbers.diagonal), pointers.function.tensors,

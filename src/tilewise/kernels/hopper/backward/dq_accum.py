@@ -7,6 +7,9 @@ behind. These writers add in each block tile of keys after tile of keys, so that
 run; the first tile sets the accumulator. A semaphore of the block counts the tiles that have added their parts. A tile
 waits for earlier ones alone, whose CTAs have lower numbers and started before: they need not all be running at once.
 
+A tile that has all keys of a packed sequence writes dq itself, from registers (C.WRITES_DQ): the accumulator of such a
+sequence is neither set to 0 nor read.
+
 A CTA that has all tiles of a head sets the accumulator, adds to it, and writes dq with the last part itself; where CTAs
 share a head, writers load what the last part is added to.
 
@@ -40,7 +43,7 @@ from tilewise.kernels.hopper.pipeline import (
     per_thread_asm,
     producer_acquire,
 )
-from tilewise.kernels.hopper.varlen import dq_blocks_of, kv_tile_of
+from tilewise.kernels.hopper.varlen import dq_blocks_of, kv_tile_of, query_rows_of
 
 # Writers take every other block, each with a stage of its own: an addition may last as long as two blocks.
 WRITERS: gl.constexpr = gl.constexpr(2)
@@ -51,7 +54,8 @@ class DQTarget(NamedTuple):
 
     accum_ptr, semaphores: the same pointer, the kernel's workspace_ptr. Where CTAs own heads it is accum_ptr, the
     accumulator as it lies in memory; else, with C.DETERMINISTIC, semaphores, an int32 for each block of a query head.
-    dq_desc: where CTAs own heads, else None. scale: what dq is multiplied by.
+    dq_desc: where CTAs own heads, else None. scale: what dq is multiplied by. rows: with C.WRITES_DQ, dq as a
+    StridedRows.
     """
 
     accum: Any
@@ -59,6 +63,7 @@ class DQTarget(NamedTuple):
     semaphores: Any
     dq_desc: Any
     scale: Any
+    rows: Any = None
 
 
 class Ends(NamedTuple):
@@ -113,6 +118,48 @@ def stage_to_smem(staged, dq):
     """Write a part of dQ, thread-major, to shared memory, where TMA takes it from."""
     staged.store(thread_major(dq).reshape(staged.shape))
     fence_async_shared()
+
+
+@gluon.jit
+def write_dq_rows(target, dq, metadata, place, width):
+    """Write a part of dq from registers, where its tile has all keys of a packed sequence.
+
+    place: query head, first query of the sequence, first column. width: dq's columns.
+    """
+    head, query, column = place
+    LAYOUT: gl.constexpr = dq.type.layout
+    first_row, rows = query_rows_of(metadata)
+    queries = query + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
+    columns = column + gl.arange(0, dq.shape[1], layout=gl.SliceLayout(0, LAYOUT))
+    lines = head.to(gl.int64) * target.rows.stride_h + (first_row + queries).to(gl.int64) * target.rows.stride_s
+    inside = (queries < rows)[:, None] & (columns // 8 < width // 8)[None, :]  # eight columns are 16 bytes
+    gl.store((target.rows.ptr + gl.multiple_of(lines, 8))[:, None] + columns[None, :],
+             (dq * target.scale).to(target.rows.ptr.dtype.element_ty), mask=inside)
+
+
+@gluon.jit
+def accumulate_or_write_rows(args, dq, smem, count, head, first_query, writes_dq, WG: gl.constexpr, C: gl.constexpr):
+    """Add a consumer's columns of dQ to the accumulator, or with C.WRITES_DQ write them where the tile does."""
+    if C.WRITES_DQ:
+        if writes_dq:
+            write_dq_rows(args.dq, dq, smem.metadata, (head.head, first_query, WG * dq.shape[1]),
+                          args.inputs.q.shape[3])
+        else:
+            accumulate(args.dq.accum, dq, smem.dq_stage, count, head.first_part + first_query // 32, WG, C)
+    else:
+        accumulate(args.dq.accum, dq, smem.dq_stage, count, head.first_part + first_query // 32, WG, C)
+
+
+@gluon.jit
+def write_blind_rows(target, metadata, blocks, head, width, WG: gl.constexpr, C: gl.constexpr):
+    """Write 0 to a consumer's columns of dq where a sequence's only tile has no block of queries."""
+    COLUMNS: gl.constexpr = C.WIDTH // C.CONSUMERS
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    _first_row, rows = query_rows_of(metadata)
+    for query in range(0, rows, QUERIES):
+        if (query < blocks.start) | (query >= blocks.start + blocks.count * QUERIES):
+            write_dq_rows(target, gl.full([64, COLUMNS], 0.0, gl.float32, layout=LAYOUT), metadata,
+                          (head, query, WG * COLUMNS), width)
 
 
 @gluon.jit

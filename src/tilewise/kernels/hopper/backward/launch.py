@@ -60,7 +60,6 @@ class HopperBackward:
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
         from tilewise.kernels.hopper.backward.augmented_k import EXTRA_COLUMNS, HeadSlopes, hopper_augmented_k_kernel
-        from tilewise.kernels.hopper.backward.dq_postprocess import hopper_dq_kernel
         from tilewise.kernels.hopper.mask_ranges import QUERIES
 
         self.kernel, constants = _kernel_of(problem, config)
@@ -74,6 +73,7 @@ class HopperBackward:
         self.narrow, self.has_two_chunks = config.kernel == "d64", len(chunks[0]) > 1
         self.takes_no_lengths = self.has_two_chunks or self.narrow
         self.packed, self.are_data = sequences.packed is not None, sequences.are_data
+        self.writes_dq = writes_dq(problem, config)
         # Queries, too, count from the first one that is read.
         *bounds, count, _is_shifted = bounds_of(problem)
         lower, upper = (0 if bound is None else bound + self.queries.start for bound in bounds)
@@ -95,12 +95,10 @@ class HopperBackward:
                                             for form in forms or [True]])
         columns = min(width // 2, *chunks[0])  # of a part of dQ: what a warpgroup computes, or half of it
         blocks = sequences.slots(sq, block)
-        parts = width // columns * blocks
         self._plan_accum(problem, blocks, width, columns)
         any_from = self.kernel.arg_names.index("numbers" if self.takes_no_lengths else "lengths")
         self.enqueue = Enqueue(self.kernel, self.grid, self.scalars, OPTIONS, specialized=any_from)
-        *self.slopes_strides, _diagonal = _alibi_of(problem)
-        self.make_slopes = HeadSlopes
+        (*self.slopes_strides, _diagonal), self.make_slopes = _alibi_of(problem), HeadSlopes
         has_alibi = problem.scores.alibi_slopes is not None  # then queries past the last one have columns too
         self.columns_shape = (problem.b, problem.hq, blocks * block if has_alibi else sq, int(EXTRA_COLUMNS))
         self.columns_strides = dense_strides(self.columns_shape, (4, 3, 2, 1))
@@ -111,9 +109,18 @@ class HopperBackward:
         self.enqueue_augmented_k = Enqueue(
             hopper_augmented_k_kernel, (problem.b * problem.hq * blocks,),
             (sq, problem.hq, blocks, problem.scale, problem.dv, padded_dim(problem.dv), zeros), OPTIONS)
-        self.enqueue_dq = Enqueue(hopper_dq_kernel, (parts * problem.b * problem.hq,),
-                                  (sq, problem.hq, parts, sequences.packed, gradient_scale(problem), problem.d,
-                                   columns, width // columns), OPTIONS)
+        self._bind_dq(problem, blocks, width, columns)
+
+    def _bind_dq(self, problem: AttentionProblem, blocks: int, width: int, columns: int) -> None:
+        """Bind the kernels that zero the dQ accumulator of packed sequences and make dq of it. The rest: see below."""
+        from tilewise.kernels.hopper.backward.dq_postprocess import hopper_dq_kernel, hopper_zero_kernel
+
+        sizes, packed, parts = (len(self.queries), len(self.keys)), problem.sequences.packed, width // columns
+        self.enqueue_dq = Enqueue(hopper_dq_kernel, (parts * blocks * problem.b * problem.hq,),
+                                  (*sizes, problem.hq, parts * blocks, packed, gradient_scale(problem), problem.d,
+                                   columns, parts), OPTIONS)
+        self.enqueue_zero = Enqueue(hopper_zero_kernel, (blocks * problem.hq,), (*sizes, blocks, packed, width),
+                                    OPTIONS)
 
     def _plan_accum(self, problem: AttentionProblem, blocks: int, width: int, columns: int) -> None:
         """Say how the dQ accumulator lies in memory. columns: of a part of dQ; blocks: of a head's queries."""
@@ -171,9 +178,10 @@ class HopperBackward:
     def __call__(self, *tensors: torch.Tensor, operands: BackwardOperands = NO_BACKWARD_OPERANDS) -> None:
         """Enqueue the kernels on the current stream of the current device."""
         read = self._read(tensors)
-        dq, dk, dv = read[6:]
+        dq = read[6]
         plain = operands is NO_BACKWARD_OPERANDS  # then alignments belong to the problem: of lse, the first row's
-        accum, lse = self._begin(*read[3:6], operands.slopes)
+        borders = operands.lengths.cu_q, operands.lengths.cu_k if self.writes_dq else None
+        accum, lse = self._begin(*read[3:6], operands.slopes, borders)
         bias = None if operands.bias is None else self._bias_read(operands.bias)
         more = read[5] if self.has_bias and not self.config.augmented_k else None
         mine = self.taken(read, lse, bias)
@@ -182,25 +190,28 @@ class HopperBackward:
         workspace = _address_of(counter) if self.workspace is None else accum_at + self.workspace[0] * 1024
         self.enqueue((*self.places((*[tensor.data_ptr() for tensor in mine], None)), accum_at,
                       *(() if self.has_two_chunks else (workspace,)),
-                      *(() if plain else [tensor.data_ptr() for tensor in self._optional(dk, dv, operands, more)
+                      *(() if plain else [tensor.data_ptr() for tensor in self._optional(read[6:], operands, more)
                                           if tensor is not None])),
                      lambda: self.arguments(mine, accum, operands, counter, more), alike=plain)
         if not self.config.head_persistent:
-            borders = operands.lengths.cu_q
-            self.enqueue_dq((accum_at, dq.data_ptr(), _address_of(borders)),
-                            lambda: (accum, StridedRows(dq, *self.dq_strides), borders), alike=plain)
+            self.enqueue_dq((accum_at, dq.data_ptr(), *map(_address_of, borders)),
+                            lambda: (accum, StridedRows(dq, *self.dq_strides), *borders), alike=plain)
 
-    def _begin(self, dout: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor,
-               slopes: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _begin(self, dout: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor, slopes: torch.Tensor | None = None,
+               borders: tuple[torch.Tensor | None, ...] = (None, None)) -> tuple[torch.Tensor, torch.Tensor]:
         """Allocate the dQ accumulator, and return it with what the kernel reads in place of lse: extra columns, or lse.
 
         An accumulator that is added to in any order begins at zero. One that is first set may hold anything, but where
         lengths are data, since then no tile sets the blocks of queries that see no key; its semaphores begin at zero.
+        ``borders``: as hopper_zero_kernel takes them.
         """
         accum = self.allocate(self.accum_shape, (self.accum_shape[1], 1), torch.float32)
         zeroed = accum[self.accum_rows:] if self.has_semaphores and not self.are_data else accum
         if not self.config.augmented_k:
-            zeroed.zero_()
+            if self.packed and not self.has_semaphores:
+                self.enqueue_zero((accum.data_ptr(), *map(_address_of, borders)), lambda: (accum, *borders))
+            else:
+                zeroed.zero_()
             return accum, lse
         columns = self.allocate(self.columns_shape, self.columns_strides, torch.bfloat16)
         if self.incoming is None:
@@ -249,8 +260,9 @@ class HopperBackward:
                     BackwardPointers(None, None, None, operands.lists, operands.bits, operands.slopes))
         dk, dv = tensors[6:8] if self.packed else (None, None)
         function = with_tensors(self.function, operands.score_tensors)
+        of_dq = StridedRows(tensors[8], *self.dq_strides) if self.writes_dq else None
         pointers = BackwardPointers(dk, dv, operands.seed, operands.lists, operands.bits, operands.slopes, delta,
-                                    function)
+                                    function, of_dq)
         return (*described, target, workspace, pointers, operands.lengths)
 
     def _in_forms(self, tensors: tuple[torch.Tensor, ...], make: Callable[[torch.Tensor, Any], Any]) -> list[Any]:
@@ -260,12 +272,15 @@ class HopperBackward:
             made += [form and make(tensor, form) for form in forms] if forms else [make(tensor, None)]
         return made
 
-    def _optional(self, dk: torch.Tensor, dv: torch.Tensor, operands: BackwardOperands,
+    def _optional(self, gradients: tuple[torch.Tensor, ...], operands: BackwardOperands,
                   delta: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """Return what only some calls have, in the order of the arguments, each a tensor or None."""
-        own = (dk, dv) if self.packed else (None, None)
-        return (*own, operands.seed, operands.lists, operands.bits, operands.slopes, delta, *operands.score_tensors,
-                *operands.lengths)
+        """Return what only some calls have, in the order of the arguments, each a tensor or None.
+
+        ``gradients``: dq, dk and dv.
+        """
+        dq, *own = gradients
+        return (*(own if self.packed else ()), operands.seed, operands.lists, operands.bits, operands.slopes, delta,
+                *operands.score_tensors, dq if self.writes_dq else None, *operands.lengths)
 
     def _read(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """Leave out the rows that are not read."""
@@ -368,7 +383,12 @@ def _kernel_config(problem: AttentionProblem, config: HopperBackwardConfig) -> A
         HAS_CU_SEQLENS=problem.sequences.packed is not None, BOTTOM_RIGHT=is_shifted,
         HAS_DROPOUT=problem.scores.dropout_p > 0.0, MASK_PLAN=not problem.is_banded,
         HAS_ALIBI=problem.scores.alibi_slopes is not None, SEES_AHEAD=problem.sees_ahead,
-        BIAS_STAGES=config.bias_stages(problem), **function_flags(problem))
+        BIAS_STAGES=config.bias_stages(problem), WRITES_DQ=writes_dq(problem, config), **function_flags(problem))
+
+
+def writes_dq(problem: AttentionProblem, config: HopperBackwardConfig) -> bool:
+    """Whether tiles that have all keys of a packed sequence write its dq, past the accumulator."""
+    return problem.sequences.packed is not None and config.kernel == "d128" and config.dq_from_registers
 
 
 def _alibi_of(problem: AttentionProblem) -> tuple[int | None, int | None, int | None]:

@@ -23,6 +23,7 @@ class Config(NamedTuple):
     HAS_FUNCTION, INT64: as in the forward kernel; not with AUGMENTED_K.
     MASK_PLAN: as in the forward kernel; not with DETERMINISTIC or HEAD_PERSISTENT.
     BIAS_STAGES: tiles of the bias in flight, 0 without a bias; not with VARLEN.
+    WRITES_DQ: a tile that has all keys of a packed sequence writes its dq; with HAS_CU_SEQLENS and DQ_FROM_REGISTERS.
     """
 
     WIDTH: int
@@ -46,6 +47,7 @@ class Config(NamedTuple):
     BIAS_STAGES: int = 0
     HAS_FUNCTION: bool = False
     INT64: bool = False
+    WRITES_DQ: bool = False
 
 
 class Inputs(NamedTuple):
@@ -173,7 +175,7 @@ class TileView(NamedTuple):
 
     last_count: with C.AUGMENTED_K, the Q pipe's iteration of the tile's last block. bits: with C.MASK_PLAN, a pointer
     to those of its keys. diagonal: with C.HAS_ALIBI, the key that query 0 stands on. sequence: with C.HAS_FUNCTION its
-    batch entry, of packed sequences its sequence.
+    batch entry, of packed sequences its sequence. writes_dq: with C.WRITES_DQ, whether this tile does.
     """
 
     key: Any
@@ -183,6 +185,7 @@ class TileView(NamedTuple):
     bits: Any
     diagonal: Any
     sequence: Any
+    writes_dq: Any = None
 
 
 class QHead(NamedTuple):
