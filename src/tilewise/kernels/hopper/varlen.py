@@ -285,6 +285,12 @@ def has_all_keys(metadata, first, KEYS: gl.constexpr):
 
 
 @gluon.jit
+def has_rows(metadata):
+    """Whether a tile of a packed sequence is its first one, or has keys; else there is nothing to read or write."""
+    return load_tile_metadata(metadata, 0, 4) < gl.maximum(load_tile_metadata(metadata, _ROWS, 4), 1)
+
+
+@gluon.jit
 def query_rows_of(metadata):
     """Return the first row of q of a tile's sequence, and how many rows it has."""
     return load_tile_metadata(metadata, _ROW_Q, 4), load_tile_metadata(metadata, _ROWS_Q, 4)

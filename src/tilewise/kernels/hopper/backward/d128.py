@@ -119,6 +119,7 @@ from tilewise.kernels.hopper.varlen import (
     diagonal_at,
     dq_blocks_of,
     has_all_keys,
+    has_rows,
     key_rows_of,
     kv_tile_of,
     load_tile_metadata,
@@ -482,14 +483,25 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, lse, delta_or_bias
     smem = Smem(kv, q_pipe, dout_pipe, row_stats, dscores, dq_stage, queue, metadata, bias_pipe)
     FUNCTION: gl.constexpr = pointers.function.call
     DERIVATIVE: gl.constexpr = pointers.function.derivative
+    if C.HAS_CU_SEQLENS:
+        if has_rows(metadata):
+            specialize(args, smem, FUNCTION, DERIVATIVE, C)
+    else:
+        specialize(args, smem, FUNCTION, DERIVATIVE, C)
+
+
+@gluon.jit
+def specialize(args, smem, FUNCTION: gl.constexpr, DERIVATIVE: gl.constexpr, C: gl.constexpr):
+    """Give each warp of the CTA its role."""
+    NC: gl.constexpr = C.CONSUMERS
     ZERO: gl.constexpr = 0
     ONE: gl.constexpr = 1
     if C.DETERMINISTIC:
         gl.warp_specialize([
             (attend, (args, smem, ZERO, FUNCTION, DERIVATIVE, C)), (attend, (args, smem, ONE, FUNCTION, DERIVATIVE, C)),
             (load, (args, smem, C)),
-            (accumulate_in_order, (args, dq_stage, metadata, ZERO, NC, C)),
-            (accumulate_in_order, (args, dq_stage, metadata, ONE, NC, C)),
+            (accumulate_in_order, (args, smem.dq_stage, smem.metadata, ZERO, NC, C)),
+            (accumulate_in_order, (args, smem.dq_stage, smem.metadata, ONE, NC, C)),
         ], [4, 1, 1, 1], [240, 24, 24, 24])
     else:
         gl.warp_specialize([

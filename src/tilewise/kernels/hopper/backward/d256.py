@@ -47,6 +47,7 @@ from tilewise.kernels.hopper.softmax import as_operand, pack_pairs, tanh_of, tim
 from tilewise.kernels.hopper.tile_scheduler import kv_tile_at
 from tilewise.kernels.hopper.varlen import (
     clear_rows,
+    has_rows,
     key_rows_of,
     kv_tile_of,
     locate_keys,
@@ -423,5 +424,15 @@ def hopper_backward_d256_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, 
     args = Args(inputs, outputs, tile, grid.heads, numbers.bounds, numbers.group, numbers.scales, (), numbers.dropout,
                 plan)
     smem = Smem(kv, q_pipe, dout_pipe, row_stats, probs_pipe, (), metadata)
+    if C.HAS_CU_SEQLENS:
+        if has_rows(metadata):
+            specialize(args, smem, C)
+    else:
+        specialize(args, smem, C)
+
+
+@gluon.jit
+def specialize(args, smem, C: gl.constexpr):
+    """Give each warp of the CTA its role."""
     gl.warp_specialize([(accumulate_dv, (args, smem, C)), (accumulate_dk, (args, smem, C)), (load, (args, smem, C))],
                        [4, 1], [240, 24])

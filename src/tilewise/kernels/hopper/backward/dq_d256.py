@@ -25,7 +25,7 @@ from tilewise.kernels.hopper.backward.d256_types import DQArgs, DQSmem, Inputs, 
 from tilewise.kernels.hopper.backward.dropout import score_gradient
 from tilewise.kernels.hopper.backward.mmas import SCORE_LAYOUT
 from tilewise.kernels.hopper.backward.producers import fetch_row_stats, in_base_2
-from tilewise.kernels.hopper.backward.q_tile import QTile, blank_blind, locate_queries, q_tile_of
+from tilewise.kernels.hopper.backward.q_tile import QTile, blank_blind, has_query_rows, locate_queries, q_tile_of
 from tilewise.kernels.hopper.backward.types import Pipe
 from tilewise.kernels.hopper.dropout import draws_of, drop
 from tilewise.kernels.hopper.mask_plan import MaskPlan, bits_of_rows, bits_of_step, keep_by_bits, kv_blocks_in_list
@@ -210,6 +210,16 @@ def hopper_dq_d256_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, dout_d
     args = DQArgs(inputs, as_tuple(dq_desc, dq_rest), pointers.first, tile, grid.heads, bounds, numbers.group,
                   numbers.scales, numbers.dropout, MaskPlan(pointers.lists, pointers.bits, numbers.plan))
     smem = DQSmem(q, k_pipe, v_pipe, metadata)
+    if C.HAS_CU_SEQLENS:
+        if has_query_rows(metadata):
+            specialize(args, smem, C)
+    else:
+        specialize(args, smem, C)
+
+
+@gluon.jit
+def specialize(args, smem, C: gl.constexpr):
+    """Give each warp of the CTA its role."""
     ZERO: gl.constexpr = 0
     ONE: gl.constexpr = 1
     gl.warp_specialize([

@@ -68,6 +68,12 @@ def q_tile_of(metadata, tile, bounds, WARPS: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
+def has_query_rows(metadata):
+    """Whether a tile of a packed sequence has a row of q; else there is nothing to read or write."""
+    return load_tile_metadata(metadata, 0, 4) < load_tile_metadata(metadata, 9, 4)
+
+
+@gluon.jit
 def blank_blind(acc, row, bounds, C: gl.constexpr):
     """Zero the rows of every piece of dQ, from query ``row`` on, that are no query or see no key.
 
