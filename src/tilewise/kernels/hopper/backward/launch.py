@@ -112,7 +112,7 @@ class HopperBackward:
         self._bind_dq(problem, blocks, width, columns)
 
     def _bind_dq(self, problem: AttentionProblem, blocks: int, width: int, columns: int) -> None:
-        """Bind the kernels that zero the dQ accumulator of packed sequences and make dq of it. The rest: see below."""
+        """Bind the kernels that zero the dQ accumulator of packed sequences and make dq of it; as ``_plan_accum``."""
         from tilewise.kernels.hopper.backward.dq_postprocess import hopper_dq_kernel, hopper_zero_kernel
 
         sizes, packed, parts = (len(self.queries), len(self.keys)), problem.sequences.packed, width // columns
