@@ -105,15 +105,14 @@ def test_of_packed_sequences_the_mean_length_counts_and_of_deterministic_calls_n
     """Which have the tiles of a middle length, and keep the maximum."""
     borders = OperandSpec((9,), (1,), torch.int32)
     for s, packed, deterministic, three in ((6144, 8, False, 3), (6143, 8, False, 2), (4096, 0, False, 3),
-                                            (16384, 8, True, 3), (64, 8, True, 3), (4096, None, False, 3),
-                                            (4096, None, True, 3)):
+                                            (16384, 8, True, 2), (64, 8, True, 2), (4096, None, False, 3),
+                                            (4096, None, True, 2)):
         sequences = Sequences(packed, *((None, None, borders) if packed is None else (borders, borders)))
         problem = replace(problem_of(64, 64, s=s), sequences=sequences, deterministic=deterministic)
         config = forward_heuristic(problem)
         assert config.consumers == three
         if deterministic:
-            under_a_mask = forward_heuristic(replace(problem, mask=causal("bottom_right")))
-            assert (under_a_mask.consumers, under_a_mask.ping_pong) == (2, True)
+            assert config.ping_pong
             assert forward_schedule(problem, config, 132).frozen_max
 
 

@@ -246,9 +246,9 @@ def prefers_gluon(problem: AttentionProblem) -> bool:
     of the time (H200, forward), unless the heads of a group share a tile: 1.6 to 10 times it. They do, in the forward,
     where each head by itself would take a second wave of tiles; or tiles are cut along their keys, which takes 0.1 to
     0.2 of Triton's time at 8192 keys and more. Of packed sequences the mean length counts. No length may where they are
-    data and the call is deterministic: sequences of 32 to 8192 tokens were then 0.95 to 1.61 times as fast in the
-    forward at head dim 128, 1.36 and more at 256, 0.70 to 1.17 at 64, by their length; and backward 1.12 to 1.58
-    times, but 0.73 and 0.96 in two of seven cases at 64.
+    data and the call is deterministic: sequences of 128 to 8192 tokens were then 1.03 to 2.05 times as fast backward,
+    and forward 0.83 and 0.88 (128 tokens) to 1.37 times at head dim 64, 1.17 to 1.76 at 128 and 256; of 32 tokens 0.62
+    and 0.73 at 64.
 
     From 72 to 512 queries of 8 heads and 1 to 128 entries, full and causal, gluon was 1.04 to 2.5 times as fast as
     triton at head dims of 192 and 256 in both passes, however short. At 64 and 128 its forward was 1.14 to 1.41 times

@@ -2,7 +2,7 @@
 
 from tilewise.problem import AttentionProblem
 
-LENGTH_OF_ANY = 512  # of sequences whose lengths may not decide: neither the shortest nor the longest lose by it
+LENGTH_OF_ANY = 512  # of sequences whose lengths may not decide: the least that has ping-pong and a frozen maximum
 
 
 def kernel_width(problem: AttentionProblem) -> int:
