@@ -82,6 +82,25 @@ def test_a_border_behind_or_in_front_of_dq_leads_no_write_there(borders, device)
     assert whole[:, :, around + rows:].isnan().all()
 
 
+@pytest.mark.parametrize(("of_q", "of_k", "rows_k", "summed"), [
+    ((0, 100, 200, 300), (0, 200, 400, 500), 300, ((0, 100), (200, 300))),  # the last one begins behind the keys
+    ((0, 64, 128, 192), (0, 64, 400, 464), 128, ((128, 192),)),
+    ((0, 100, 200, 300), (0, 300, 100, 400), 400, ((0, 300),)), ((0, 50, 120), (0, 100, 200), 120, ())], ids=str)
+def test_a_sequence_whose_tile_is_not_there_is_summed(of_q, of_k, rows_k, summed, device):
+    """Nobody else writes its dq: borders behind the keys, or such as decrease, give its first slot to others."""
+    width, steps = 64, of_q[-1] // 64 + len(of_q)
+    cu_q, cu_k = (torch.tensor(borders, device=device) for borders in (of_q, of_k))
+    accum, rows = torch.full((steps * 64, width), float("nan"), device=device), of_q[-1]
+    hopper_zero_kernel[(steps,)](accum, cu_q, cu_k, rows, rows_k, steps, len(of_q) - 1, width)
+    got = torch.full((1, 1, rows, width), float("nan"), dtype=torch.float16, device=device)
+    hopper_dq_kernel[(2 * steps,)](accum, StridedRows(got, *got.stride()[:3]), cu_q, cu_k, rows, rows_k, 1, 2 * steps,
+                                   len(of_q) - 1, 0.5, width, width // 2, 2)
+    made = torch.zeros(rows, dtype=torch.bool)
+    for begin, stop in summed:
+        made[begin:stop] = True
+    assert torch.equal(got.cpu() == 0.0, made[:, None].expand_as(got))
+
+
 def test_sequences_whose_keys_are_one_tile_are_left_out(device):
     """The accumulator has nothing of theirs, nor between sequences, and is not set to 0 there."""
     lengths_q, lengths_k, width, behind = (70, 130, 3), (128, 129, 0), 64, 10

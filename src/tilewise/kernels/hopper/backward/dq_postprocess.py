@@ -19,6 +19,17 @@ def border_at(cu_seqlens, number, total):
 
 
 @triton.jit
+def sequence_of(cu_seqlens, count, slot, ROWS: tl.constexpr):
+    """Find the packed sequence that owns a slot of ROWS rows, as varlen.sequence_of does."""
+    sequence = 0
+    for first in tl.range(1, count + 1, _CHUNK):
+        numbers = first + tl.arange(0, _CHUNK)
+        borders = tl.maximum(tl.load(cu_seqlens + numbers, mask=numbers <= count, other=0).to(tl.int32), 0)
+        sequence += tl.sum(((borders // ROWS + numbers <= slot) & (numbers <= count)).to(tl.int32), 0)
+    return sequence
+
+
+@triton.jit
 def rows_of_sequence(cu_seqlens, count, sequence, total):
     """Return a packed sequence's first row and where it ends; rows behind the last one count as one, too."""
     begin = border_at(cu_seqlens, sequence, total)
@@ -30,21 +41,19 @@ def rows_of_sequence(cu_seqlens, count, sequence, total):
 def rows_of_block(cu_q, cu_k, count, block, sq, sk):
     """Return the first row of dq of a block of 64 queries, and where its sequence ends, or where nothing is summed.
 
-    Packed sequence n owns the blocks from cu_q[n] div 64 + n on. cu_k: None unless a sequence of one tile is left out.
+    Packed sequence n owns the blocks from cu_q[n] div 64 + n on. cu_k: None unless a sequence of one tile is left out;
+    it is not where borders, behind the tensor or decreasing, give that tile to another sequence or to none.
     """
     begin = block * 64
     stop = sq
     if cu_q is not None:
-        sequence = 0
-        for first in tl.range(1, count + 1, _CHUNK):
-            numbers = first + tl.arange(0, _CHUNK)
-            borders = tl.maximum(tl.load(cu_q + numbers, mask=numbers <= count, other=0).to(tl.int32), 0)
-            sequence += tl.sum(((borders // 64 + numbers <= block) & (numbers <= count)).to(tl.int32), 0)
+        sequence = sequence_of(cu_q, count, block, 64)
         row, stop = rows_of_sequence(cu_q, count, sequence, sq)
         begin += row - (row // 64 + sequence) * 64
         if cu_k is not None:
             first_key, last_key = rows_of_sequence(cu_k, count, sequence, sk)
-            stop = tl.where(last_key - first_key <= ONE_TILE, begin, stop)
+            is_there = sequence_of(cu_k, count, first_key // ONE_TILE + sequence, ONE_TILE) == sequence
+            stop = tl.where(is_there & (last_key - first_key <= ONE_TILE), begin, stop)
     return begin, stop
 
 
