@@ -213,7 +213,7 @@ def bound(request):
         tensors = (q, k, v, out, rows, rows.clone(), *gradients)
         counter = torch.empty(1, dtype=torch.int32)
         parts = [getattr(launch, name).enqueue for name in ("dkdv", "dq") if hasattr(launch, name)] or [
-            launch.enqueue, launch.enqueue_augmented_k, launch.enqueue_dq]
+            launch.enqueue, launch.enqueue_augmented_k, launch.enqueue_zero, launch.enqueue_dq]
         if whole is not launch:
             parts.append(whole.enqueue_sum)
         launch.allocate = whole.allocate = lambda sizes, strides, dtype: torch.empty_strided(

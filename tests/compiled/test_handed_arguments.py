@@ -58,6 +58,7 @@ CALLS = {
                                           "options": ["seed", "score:relative", "documents_q", "documents_k"]},
 }
 KERNELS = {"backward": ["hopper_augmented_k_kernel", "hopper_backward_d64_kernel", "hopper_dq_kernel"],
+           "backward of packed sequences": ["hopper_zero_kernel", "hopper_backward_kernel", "hopper_dq_kernel"],
            "backward, d 256": ["hopper_backward_d256_kernel", "hopper_dq_d256_kernel"],
            "backward, groups split": ["hopper_augmented_k_kernel", "hopper_backward_kernel", "hopper_dq_kernel",
                                       "hopper_sum_splits_kernel"]}
