@@ -291,6 +291,7 @@ def test_the_maximum_is_frozen_where_keys_are_many_and_no_lower_bound_hides_the_
             (replace(plain, scores=ScoreOptions(score_function=FUNCTION)), TWO, True),
             (replace(plain, sequences=lengths), TWO, True), (replace(plain, sequences=packed(8)), TWO, True),
             (replace(plain, sequences=packed(9)), TWO, False),  # 455 tokens on average
-            (replace(plain, sequences=packed(8), deterministic=True), TWO, False),  # neighbours' lengths
+            *((replace(plain, sequences=packed(count), deterministic=True), TWO, True)  # whatever neighbours' lengths
+              for count in (1, 8, 9, 600)),
             (plain, HopperForwardConfig(64, 1), False)):
         assert scalars_of(problem, config)[2].FROZEN_MAX is is_steady
